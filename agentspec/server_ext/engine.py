@@ -174,16 +174,14 @@ class DraftingEngine:
         begin = time.thread_time_ns()
         self._leave_batch()
         self._requests.end(request_id, output_limit, text, may_be_shorter=may_be_shorter)
-        if not self._requests.by_id:
-            self._turnover.finish_all()
+        self._requests.finish_if_idle()
         self._work_time.spend_since(begin)
 
     def note_lengths(self, lengths: Mapping[str, int]) -> None:
         """Note how many tokens of their responses callers got (`RunningRequests.note_lengths`)."""
         self._accounts.settle(self._lookup)
         self._requests.note_lengths(lengths)
-        if not self._requests.by_id:
-            self._turnover.finish_all()
+        self._requests.finish_if_idle()
 
     def stats(self) -> dict[str, Any]:
         """Return counters, sizes of the cache and the store's state, as JSON.
@@ -258,12 +256,12 @@ class DraftingEngine:
         allowance = lookup.allowance
         if not self.pricing.is_valid(allowance, self._steps):
             allowance = lookup.allowance = self.pricing.allow(lookup.text_lengths(step), count, self._steps)
-        most, largest = allowance.row_tokens, self.settings.disable_by_batch_size
+        row_tokens, largest = allowance.row_tokens, self.settings.disable_by_batch_size
         if largest is not None and count > largest:
-            most, model = 0, None
+            row_tokens, model = 0, None
         begin = time.perf_counter_ns()
         work = self._work_time.for_indexing(allowance.work, halved=loading)
-        drafts = self._draft(step, lookup, most, model, allowance.cost, work)
+        drafts = self._draft(step, lookup, model, row_tokens, work)
         took = time.perf_counter_ns() - begin
         self._measure(took)
         self._steps += 1
@@ -321,7 +319,7 @@ class DraftingEngine:
         if known is not None:
             self._leave_batch()  # counts the tokens of the request while its state is known
             # vLLM drops the last token of a response that streamed input follows; the prompt begins with the rest.
-            said = max(known.length - known.prompt_length - 1, 0)
+            said = max(known.counted_length - known.prompt_length - 1, 0)
             before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.awaits_start else ()
             self._requests.end(new.request_id, said, partial(tuple, before))
         self._requests.begin(new, self._steps)
@@ -333,11 +331,11 @@ class DraftingEngine:
         self.metrics.beside_seconds.observe(1e-9 * work)
 
     def _draft(
-        self, step: Step, lookup: BatchLookup, most: int, model: StepModel | None, cost: float, work: float
+        self, step: Step, lookup: BatchLookup, model: StepModel | None, row_tokens: int, work: float
     ) -> StepDrafts:
-        """Return drafts for the k rows, at most ``most`` tokens each. work: CPU seconds beside drafting."""
+        """Return drafts for the k rows, at most ``row_tokens`` each. work: CPU seconds for work beside drafting."""
         lengths, verified = lookup.pick(step.lengths), lookup.pick(step.num_verified_draft_tokens)
-        max_draft = lookup.pick(step.max_draft_tokens)
+        max_draft, cost = lookup.pick(step.max_draft_tokens), lookup.allowance.cost
         self._model_seconds = 0.0
         if model is None or self.fusion.disabled:
             return self.cache.step(
@@ -349,9 +347,9 @@ class DraftingEngine:
                 verified,
                 cost=cost,
                 work_seconds=work,
-                most=most,
+                most=row_tokens,
             )
-        max_draft = np.minimum(max_draft, most, dtype=np.int32)
+        max_draft = np.minimum(max_draft, row_tokens, dtype=np.int32)
         rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, work)
         fused = self.fusion.draft(rows, model, cost, self.pricing.cost.at(len(step.batch)).row_seconds)
         self._model_seconds = fused.seconds

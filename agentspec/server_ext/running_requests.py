@@ -34,8 +34,7 @@ class RunningRequests:
         figures = self._metrics.begin(new.api_id or new.request_id, identity.caller, new.call)
         accepted = self._lengths.begin(length + 1, step)  # prefill gives a token, too
         ends = frozenset(new.end_tokens)
-        state = RequestState(new.request_id, identity, figures, accepted, length, prompt_length=length, end_tokens=ends)
-        state.repetition = new.repetition
+        state = RequestState(new.request_id, identity, figures, accepted, length, length, ends, new.repetition)
         if new.detailed and figures.trace is None:  # of several samples, the first is traced
             shared = identity.tenant != identity.principal
             state.trace = self._traces.begin(figures, identity.session, shares_corpus=shared)
@@ -53,6 +52,11 @@ class RunningRequests:
             until = time.monotonic() + _TOLD_SECONDS if may_be_shorter else 0.0
             self.turnover.end(state, output_limit, text, until)
 
+    def finish_if_idle(self) -> None:
+        """Finish all that wait where no request runs any more, because no step may follow."""
+        if not self.by_id:
+            self.turnover.finish_all()
+
     def note_lengths(self, lengths: Mapping[str, int]) -> None:
         """Note how many tokens of their responses callers got. lengths: by request id; unknown ones are ignored.
 
@@ -62,7 +66,7 @@ class RunningRequests:
             state = self.by_id.get(request_id) or self.turnover.ending(request_id)
             if state is not None and state.told_length is None:
                 state.told_length = length
-                counted = state.length - state.prompt_length - state.uncounted
+                counted = state.counted_length - state.prompt_length - state.uncounted
                 state.figures.take_back(max(counted - length, 0))
 
     def states(self) -> list[RequestState]:

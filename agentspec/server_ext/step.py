@@ -151,7 +151,7 @@ class RequestState:
     identity: Identity
     figures: RequestFigures
     acceptance_length: AcceptanceLength
-    length: int
+    counted_length: int
     """tokens of its text that its figures count"""
     prompt_length: int = 0
     """tokens of its prompt"""
@@ -159,24 +159,33 @@ class RequestState:
     """tokens that end its response"""
     repetition: Repetition | None = None
     """what ends it, too"""
-    noted: int = 0
-    """steps of its batch that its figures count"""
-    uncounted: int = 0
-    """tokens of its text that its figures leave out, because they lie behind the end of the response"""
-    told_length: int | None = None
-    """tokens of its response that the caller got, as the API server told it; None: it did not"""
+
+    # --- Its start in the cache, and its end (`turnover`)
+
     awaits_start: bool = False
     """whether the cache is yet to start it, so that it gets no drafts"""
     started: bool = False
     """whether the cache has started it: false while that waits, and for good where it failed"""
     failed: bool = False
     """whether an error occurred for it, or its tenant was forgotten, after which it gets no drafts"""
+    told_length: int | None = None
+    """tokens of its response that the caller got, as the API server told it; None: it did not"""
+
+    # --- What is counted of it (`figures.accounts`)
+
+    counted_steps: int = 0
+    """steps of its batch that its figures count"""
+    uncounted: int = 0
+    """tokens of its text that its figures leave out, because they lie behind the end of the response"""
     draft_source: str | None = None
     """source of the first token of its latest draft, for the step record"""
     draft_ns: int = 0
     """time that its latest draft took, in nanoseconds, for the step record"""
     trace: Trace | None = None
     """its steps, if it asked for them"""
+
+    # --- What fusion learns
+
     alternatives: AwaitsVerification | None = None
     """alternatives that fusion scored in the step before"""
     expected_tokens: float = 0.0

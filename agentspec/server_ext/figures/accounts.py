@@ -44,8 +44,8 @@ class Accounts:
         if lookup is None or not lookup.steps:
             return
         for state in lookup.states:
-            self._add_quiet(state, lookup.steps - state.noted)
-            state.noted = 0
+            self._add_quiet(state, lookup.steps - state.counted_steps)
+            state.counted_steps = 0
         lookup.steps = 0
 
     @staticmethod
@@ -53,7 +53,7 @@ class Accounts:
         """Add steps without drafts. Each of them added one token."""
         state.figures.tokens += steps if state.told_length is None else 0
         state.figures.steps += steps
-        state.length += steps
+        state.counted_length += steps
 
     def undrafted(self, number: int, step: Step, states: Sequence[RequestState]) -> None:
         """Count a step of requests that get no drafts, unless it is counted already. number: of the step."""
@@ -62,29 +62,32 @@ class Accounts:
         places = {request_id: place for place, request_id in enumerate(step.batch.request_ids)}
         for state in states:
             place = places.get(state.request_id)
-            if place is None or step.lengths[place] == state.length:
+            if place is None or step.lengths[place] == state.counted_length:
                 continue
             length, row = int(step.lengths[place]), int(step.batch.rows[place])
             added = self._count_gained(state, step, row, length)
             state.figures.tokens += added
             state.figures.steps += 1
             if state.trace is not None:
-                said = step.tokens[row, state.length : state.length + added].tolist()
+                said = step.tokens[row, state.counted_length : state.counted_length + added].tolist()
                 self._traces.add(state.trace, said, 0, 0)
-            state.length = length
+            state.counted_length = length
             self._record(number, state, added)
 
     @staticmethod
     def _count_gained(state: RequestState, step: Step, row: int, length: int) -> int:
         """Return how many tokens a row of the engine's array gained, without those behind the end of the response."""
-        gained = length - state.length
+        gained = length - state.counted_length
         added = gained if state.told_length is None else 0
         if added > 1 and state.end_tokens:  # an accepted draft may hold the end, and a token was sampled behind it
-            new = step.tokens[row, state.length : length].tolist()
+            new = step.tokens[row, state.counted_length : length].tolist()
             if not state.end_tokens.isdisjoint(new):
                 added = next(place for place, token in enumerate(new, 1) if token in state.end_tokens)
         if added > 1 and state.repetition is not None:  # it may have ended the response inside of the draft
-            before, response = state.length - state.prompt_length, step.tokens[row, state.prompt_length : length]
+            before, response = (
+                state.counted_length - state.prompt_length,
+                step.tokens[row, state.prompt_length : length],
+            )
             end = state.repetition.end_of(response[: before + added], before)
             added = added if end is None else end - before
         state.uncounted += gained - added
@@ -99,19 +102,19 @@ class Accounts:
         drafted_by_source, accepted_by_source = drafts.drafted[rows].tolist(), drafts.accepted[rows].tolist()
         for i, *by_source in zip(rows, drafted_by_source, accepted_by_source, strict=True):
             state = lookup.states[i]
-            if quiet := lookup.steps - 1 - state.noted:
+            if quiet := lookup.steps - 1 - state.counted_steps:
                 self._add_quiet(state, quiet)
-            state.noted = lookup.steps
+            state.counted_steps = lookup.steps
             added = self._count_gained(state, step, engine_rows[i], lengths[i])
             drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
             if state.told_length is not None or state.uncounted:
                 state.figures.take_back(0)  # what this step accepted lies behind the end of the response
             begin, end = drafts.offsets[i], drafts.offsets[i + 1]
             if state.trace is not None:
-                said = step.tokens[engine_rows[i], state.length : state.length + added].tolist()
+                said = step.tokens[engine_rows[i], state.counted_length : state.counted_length + added].tolist()
                 self._traces.add(state.trace, said, drafted, accepted)
                 state.trace.drafted(drafts.token_ids[begin:end].tolist(), drafts.sources[begin:end].tolist())
-            state.length = lengths[i]
+            state.counted_length = lengths[i]
             self._record(number, state, added, drafted, accepted)
             state.draft_source = SOURCES[drafts.sources[begin]] if end > begin else None
             state.draft_ns = ns
