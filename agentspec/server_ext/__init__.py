@@ -17,8 +17,8 @@ In the engine's process, without vLLM and torch:
 ``session_admin`` sessions listed, exported, imported and erased
 ``public_corpus`` texts that all requests draft from that share anything
 
-``settings``      the settings, from ``--additional-config`` and the environment, or (``speculative_methods``) from
-                  vLLM's and ArcticInference's
+``settings``      the settings, from ``--additional-config`` and the environment, or (``arctic_methods``) from the
+                  options of ArcticInference's methods
 ``speculator``    draft models, in torch alone
 ``vllm_adapter``  the one package that knows vLLM: its plugin and patches, its command line, its model runner -> Step
 ``vllm_launch``   ``engine_options``, for an offline ``LLM``

@@ -1,4 +1,4 @@
-"""Translate the speculative configs of vLLM's and ArcticInference's users into agentspec's settings.
+"""Translate ArcticInference's speculative methods, ``arctic`` and ``suffix``, into agentspec's settings.
 
 The setting ``arctic_suffix_rule`` holds ArcticInference's drafting rule; only this module sets it.
 

@@ -157,7 +157,7 @@ class Settings(BaseModel):
     score_suffix_drafts: bool = True
     """True: the draft model scores the suffix drafts, which changes, cuts or drops them. False: it only drafts."""
     arctic_suffix_rule: ArcticSettings | None = None
-    """ArcticInference's rule in place of the learned one. Only ``speculative_methods`` sets it."""
+    """ArcticInference's rule in place of the learned one. Only ``arctic_methods`` sets it."""
     record: str | None = None
     """File for the step-by-step record (JSON lines); None: not written."""
 

@@ -10,8 +10,8 @@ import pytest
 from agentspec.cache import DraftPolicy
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext import vllm_adapter
+from agentspec.server_ext.arctic_methods import translate
 from agentspec.server_ext.settings import Settings, load_settings
-from agentspec.server_ext.speculative_methods import translate
 from agentspec.server_ext.vllm_adapter import speculative_config
 from agentspec.server_ext.vllm_adapter.launch import serve_arguments
 from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH

@@ -11,11 +11,11 @@ import torch
 from agentspec.cache.store import open_store
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext import FREE, vllm_adapter
+from agentspec.server_ext.arctic_methods import NOTHING
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.speculative_methods import NOTHING
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, save_speculator
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.vllm_adapter import draft_models

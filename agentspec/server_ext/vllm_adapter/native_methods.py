@@ -13,7 +13,7 @@ from typing import Any
 
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
-from agentspec.server_ext.speculative_methods import METHODS
+from agentspec.server_ext.arctic_methods import METHODS
 
 NATIVE_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "dflash", "medusa", "ngram")
 """vLLM's methods beside which agentspec drafts, by the names that vLLM's SpeculativeConfig has after it was made."""
@@ -110,12 +110,12 @@ def _with_tokens(speculative_config: Any, tokens: int) -> Any:
 # --- What vLLM computes for the drafter
 
 
-def of_config(original: Callable[[Any], int], vllm_config: Any) -> int:
+def config_property(original: Callable[[Any], int], vllm_config: Any) -> int:
     """Compute a property of VllmConfig that concerns the drafter."""
     return int(original(as_configured(vllm_config)))
 
 
-def of_method(original: Callable[[Any], Any], speculative_config: Any) -> Any:
+def method_property(original: Callable[[Any], Any], speculative_config: Any) -> Any:
     """Compute a property of SpeculativeConfig that concerns the drafter."""
     tokens = drafter_tokens(speculative_config)
     return original(speculative_config if tokens is None else _with_tokens(speculative_config, tokens))
