@@ -98,6 +98,7 @@ class CachedRequests:
             logger.debug("agentspec: could not forget %s", request_id, exc_info=True)
 
     def _store(self, state: RequestState, output_limit: int | None) -> None:
+        """Keep a response in the cache, and queue its turn for the store."""
         try:
             name = self._persistence.next_name()
             turn = self._cache.finish(state.request_id, output_limit=output_limit, name=name)

@@ -240,6 +240,7 @@ class DraftingEngine:
             self._indexing.join(_JOIN_SECONDS)
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
+        """Do what a step is for, in order: notes, starts and ends, prices, drafts, figures. Raises any error."""
         self._begin_periods()
         loading = self._persistence.has_loaded()
         if loading or step.started or self._turnover:

@@ -69,6 +69,7 @@ class PublicCorpus:
         self._closing = True
 
     def _run(self) -> None:
+        """Read the file into the cache, and say in the log what came of it. The thread runs this."""
         begin = time.monotonic()
         try:
             found = self._cache.publish(self._texts(), max_bytes=self._max_bytes)
@@ -86,6 +87,7 @@ class PublicCorpus:
             logger.warning(f"agentspec: {what}", found.left_out)
 
     def _texts(self) -> Iterator[Int32Array]:
+        """Yield the tokens of each text that can be used. Raises InterruptedError once closed."""
         for where, make in read_texts(self._path):
             if self._closing:
                 raise InterruptedError
@@ -153,6 +155,7 @@ def _objects(where: str, line: str) -> Iterator[tuple[str, Any]]:
 
 
 def _tokens_of(value: Any, tokenize: Tokenize | None) -> Int32Array:
+    """Return the tokens of one text, given as JSON. Raises InvalidInputError that names the field."""
     if not isinstance(value, Mapping):
         raise InvalidInputError("give a JSON object with token_ids or text")
     tokens: list[int] = []

@@ -112,6 +112,7 @@ class SessionAdmin:
             self._erased()
 
     def _submit(self, what: str, *args: Any) -> tuple[Future[Any], ...]:
+        """Begin a job. Return its futures, as _Job holds them."""
         if what == "erase":
             return self._erase(*args)
         if what == "tenants":
@@ -125,6 +126,7 @@ class SessionAdmin:
         return (self._persistence.submit(lambda store: jobs[what](store, *args)),)
 
     def _erase(self, session: str, tenants: Sequence[str | None]) -> tuple[Future[Any], ...]:
+        """Erase a session from cache, traces, step record, snapshots and store."""
         left: list[StoreError] = []  # why a snapshot could not be deleted; told when the store has erased the session
 
         def forget() -> set[str | None]:
@@ -163,6 +165,7 @@ class SessionAdmin:
     def _list(
         self, store: Store, tenant: str | None, principal: str | None, anybody: bool, count: int
     ) -> list[dict[str, Any]]:
+        """Return the sessions used last, as `begin` says. A session may be in several logs."""
         held: dict[str, list[tuple[str, SessionUsage]]] = {}  # by session, which may be in several logs
         for log in self._logs(store, tenant, anybody):
             for usage in store.sessions(log):
@@ -183,6 +186,7 @@ class SessionAdmin:
         return [entry.payload for log in logs for entry in store.read(log, session=session)]
 
     def _write(self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool) -> int:
+        """Append to the store what a session lacks, as `begin` says."""
         logs = self._logs(store, tenant, session=session)
         held = {_name_of(record) for log in logs for record in _turns(store, log, session)}
         if only_new and (held or self._cache.has_session(tenant, session)):
@@ -239,6 +243,7 @@ def _shown(store: Store, session: str, parts: Sequence[tuple[str, SessionUsage]]
 
 
 def _turns(store: Store, namespace: str, session: str, newest: int | None = None) -> Iterable[TurnRecord]:
+    """Yield the turns of a session in a log; what cannot be decoded is left out."""
     for entry in store.read(namespace, session=session, newest=newest):
         try:
             record = decode(entry.payload)

@@ -261,6 +261,7 @@ def json_object(name: str, text: str, what: str = "a JSON object") -> dict[str, 
 
 
 def _explain(error: ValidationError) -> str:
+    """Return pydantic's errors as one line that names settings as the operator does."""
     lines = []
     for item in error.errors(include_url=False):
         field = ".".join(str(part) for part in item["loc"]) or "agentspec"

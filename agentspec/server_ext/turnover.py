@@ -174,6 +174,7 @@ class Turnover:
             self._waiting.remove(item)  # an erasure finds it there until it is done
 
     def _do(self, item: Beginning | Ending, prompt: Sequence[int] | Int32 | None) -> None:
+        """Start or finish a request. prompt: of one that starts without a text of its own."""
         if isinstance(item, Ending):
             lengths = [length for length in (item.output_limit, item.state.told_length) if length is not None]
             self._finish(item.state, min(lengths, default=None))

@@ -155,6 +155,7 @@ class MetricsMiddleware:
             return self._text
 
     async def _ask(self, engine: Any) -> bytes:
+        """Ask all engines. Return their figures as text; nothing if one fails, which is logged once."""
         try:
             answers = await ask_engines(engine, "stats", seconds=_ASK_SECONDS)
             text = exposition(answers)
@@ -178,6 +179,7 @@ class _Engines:
 
 
 def _families(engines: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
+    """Yield all metrics of these engines, given by number and answer."""
     for kind, figures in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
         for figure in figures:
             family = kind(f"agentspec_{figure.name}", figure.help, labels=["engine"])
@@ -199,6 +201,7 @@ def _families(engines: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
 
 
 def _health(engines: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
+    """Yield the errors by kind, and whether the store answers: all circuit breakers are closed."""
     errors = CounterMetricFamily(
         "agentspec_errors", "Errors; each costs drafts, no request.", labels=["engine", "kind"]
     )

@@ -177,6 +177,7 @@ class _Response:
         await self._send(message)
 
     async def _send_json(self, start: Message) -> None:
+        """Send a response that was held back, with its figures if there are any."""
         answer = _parsed(self._body)
         figures = await self._figures(answer)
         if figures is not None:
@@ -221,6 +222,7 @@ class _Response:
         }
 
     async def _figures(self, answer: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the figures of the request that this JSON answers; None if there are none."""
         request_id = answer.get("id")
         if not isinstance(request_id, str):
             return None

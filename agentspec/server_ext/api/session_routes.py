@@ -213,6 +213,7 @@ async def _ask(engine: Any, number: int, *question: Any) -> dict[str, Any]:
 
 
 async def _body(request: Request) -> bytes:
+    """Return the body of a request. Raise 413 once it is longer than _MAX_BODY."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -224,6 +225,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _parse(body: bytes) -> ExportedSession | SessionTexts:
+    """Return what is imported. Raise 400, naming the first wrong field."""
     try:
         # pydantic's own parser would copy a turn for each of its errors
         given = json.loads(body)
@@ -237,6 +239,7 @@ def _parse(body: bytes) -> ExportedSession | SessionTexts:
 
 
 def _tokenised(given: ExportedSession | SessionTexts, engine: Any, session_id: str, log: str) -> ExportedSession:
+    """Return an export as it is, and texts as one, in the tokens of the served model. Raise 400 if that fails."""
     if isinstance(given, ExportedSession):
         return given
     tokenizer = tokenizer_of(engine)

@@ -88,6 +88,7 @@ class StepRecord:
         self._write()
 
     def _write(self) -> None:
+        """Append the lines that wait, then blank the sessions to be erased, which lines before may name."""
         erasures = [self._erasures.popleft() for _ in range(len(self._erasures))]
         lines = []
         while self._queue:

@@ -149,6 +149,7 @@ class AcceptanceCalibrator:
     def _weigh(
         self, token: int, kind: int, position: int, suffix: SuffixToken, evidence: tuple[float, ...]
     ) -> ScoredToken:
+        """Score a token by the regression of its kind. evidence: its inputs behind the length of the match."""
         weights = self._weights[kind]
         odds = weights[min(position, _POSITIONS - 1)] + weights[_POSITIONS + suffix.source]
         evidence = (math.log2(1 + suffix.match) / _LONG_MATCH, *evidence)

@@ -162,6 +162,7 @@ class ApiKeysFile:
         return None if key is None else self._tenants.get(_sha256(key))
 
     def _refresh(self) -> None:
+        """Read the file again if it has changed. Looks at most once a second."""
         now = time.monotonic()
         if now - self._looked < _LOOK_AGAIN_SECONDS:
             return
@@ -183,6 +184,7 @@ class ApiKeysFile:
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _read(self) -> dict[str, str]:
+        """Return the tenant of each digest. Raises ConfigurationError."""
         try:
             lines = self.path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -197,6 +199,7 @@ class ApiKeysFile:
         return tenants
 
     def _parse(self, number: int, line: str) -> tuple[str, str]:
+        """Return digest and tenant of a line. Raises ConfigurationError."""
         # Never quote the line: whoever mistakes the format may have put a key into it.
         digest, tenant = [*line.split(maxsplit=1), ""][:2]  # a tab divides as a space does
         if not _DIGEST.fullmatch(digest):
@@ -265,6 +268,7 @@ def _checked_secret(variable: str, value: str) -> str:
 
 
 def _secret_of_store(url: str) -> str:
+    """Return the secret that a store keeps, in hexadecimal; a temporary one, with a warning, if it cannot be read."""
     try:
         store = open_store(url, to_write=True)
     except StoreUnavailableError as error:  # the first that a trainer hears of it

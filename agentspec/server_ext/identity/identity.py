@@ -173,6 +173,7 @@ class RequestTagger:
         )
 
     def _tenant(self, named: str | None, owner: str | None, salt: str | None, adapter: str | None) -> str | None:
+        """Return the tenant: named or the owner itself, and another one for each pair of salt and adapter."""
         mac = self.callers.mac
         if named is None:
             return owner if adapter is None else f"{mac('adapter', adapter)}/{owner or ''}"

@@ -73,6 +73,7 @@ class PromptGroups:
         return None
 
     def _note(self, prompt: _Prompt, length: int, root: int) -> None:
+        """Remember a prompt as the one used last. Beyond the limits, forget what was used longest ago."""
         self._prompts[prompt] = root
         self._prompts.move_to_end(prompt)
         self._lengths[length] = None

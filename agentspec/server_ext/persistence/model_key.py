@@ -81,6 +81,7 @@ def _adapter_digest(state: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def _config(model: str, revision: str | None) -> str:
+    """Return a hash of a model's config; its name if it has none here or on the hub."""
     place = _find(model, revision, _CONFIGS)
     if place is None:
         return _by_name("config", model, revision)
@@ -93,6 +94,7 @@ def _config(model: str, revision: str | None) -> str:
 
 
 def _tokenizer(name: str, revision: str | None) -> str:
+    """Return a hash of a tokenizer's files; its name if they are neither here nor on the hub."""
     place = _find(name, revision, _TOKENIZERS)
     if place is None:
         return _by_name("tokenizer", name, revision)

@@ -281,6 +281,7 @@ class Persistence:
         self._erase_in_store(self._store, self.logs.of(tenant), session)
 
     def _erase_in_store(self, store: Store, log: str, session: str) -> Erasure:
+        """Erase a session from one log, so that the follower does not take that for another process's erasure."""
         if self._follower is None:
             return store.erase_session(log, session)
         with self._follower.erasing(log, session):
@@ -290,6 +291,7 @@ class Persistence:
         return erasure
 
     def _erase(self, store: Store, session: str, logs: set[str], forget: Callable[[], Iterable[str | None]]) -> Erasure:
+        """Do what `erase` says, in the job's thread. Raises StoreUnavailableError if the store does not answer."""
         self._turns.wait()  # no other turn of the session is restored from now on
         logs = logs | {self.logs.of(tenant) for tenant in forget()}
         if not self._writer.forget(session, _ERASE_SECONDS):

@@ -80,6 +80,7 @@ class StoredTurns:
                 self.followed += self._restore(cache, record, held_only=not self._is_loading(log, record))
 
     def _apply(self, cache: SuffixCache, seconds: float) -> int:
+        """Put loaded turns into the cache, as `apply` says. Call it with `_applying` held."""
         count, until = 0, None
         while loaded := self._next_loaded():
             if until is None:

@@ -166,6 +166,7 @@ class SnapshotKeeper:
         self._thread.join(timeout)
 
     def _run(self) -> None:
+        """Load, then save every interval while serving, and once more at the end. The thread runs this."""
         for left in self._path.parent.glob(f"{self._path.name}.tmp*"):  # left by a process that was killed while saving
             if not _is_another_process(left.name.rpartition(".tmp")[2]):
                 with contextlib.suppress(OSError):
@@ -187,6 +188,7 @@ class SnapshotKeeper:
                 due = time.monotonic() + self._interval
 
     def _load(self) -> None:
+        """Load the snapshot into the cache, and take out of it what was erased since."""
         begin = time.monotonic()
         try:
             if not self._path.exists():

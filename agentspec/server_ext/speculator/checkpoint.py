@@ -141,6 +141,7 @@ def _check_target(config: SpeculatorConfig, hidden_size: int | None, vocab_size:
 
 
 def _download(name: str) -> Path:
+    """Return the local copy of a hub repository, without weights that it holds twice. Raises SpeculatorError."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -189,6 +190,7 @@ def _read_tensors(folder: Path) -> Tensors:
 
 
 def _check_shards(index: Path) -> None:
+    """Raise SpeculatorError if a file that the index names is missing."""
     try:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -255,6 +257,7 @@ def _fitting(stored: Tensors, names: Names, shape: list[int], folder: Path, dtyp
 
 
 def _vocabulary(stored: Tensors, config: SpeculatorConfig, folder: Path) -> Tensor:
+    """Return the draft vocabulary, int64 [V']. Raises SpeculatorError."""
     tokens = _fitting(stored, (DRAFT_VOCABULARY,), [config.draft_vocab_size], folder, torch.int64)
     if tokens.unique().numel() != tokens.numel() or tokens.min() < 0 or tokens.max() >= config.vocab_size:
         raise SpeculatorError(

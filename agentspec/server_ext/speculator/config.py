@@ -219,6 +219,7 @@ def _names(values: Mapping[str, Any], field: str) -> tuple[str, ...]:
 
 
 def _kind(values: Mapping[str, Any], architecture: str | None) -> Kind:
+    """Return whether it is an MLP or an LSTM. Raises SpeculatorError for anything else."""
     method = values.get("method")
     if method is None:
         if architecture is None and values.get("model_type") != MODEL_TYPE:

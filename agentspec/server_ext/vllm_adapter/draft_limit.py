@@ -75,6 +75,7 @@ def _limit_by_states(engine_args: Any, model_config: Any, parallel_config: Any) 
 
 
 def _largest_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
+    """Return the largest K by the rule of `default_draft_limit`. Raises whatever the model's class does."""
     attention_layers = model_config.get_num_layers_by_block_type(parallel_config, "attention")
     state_layers = model_config.get_num_layers(parallel_config) - attention_layers
     heads, head_size = model_config.get_num_kv_heads(parallel_config), model_config.get_head_size()

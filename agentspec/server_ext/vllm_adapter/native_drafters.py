@@ -170,6 +170,7 @@ class NativeDrafter(ModelDrafter):
             self._runner.drafter.dummy_run(num_tokens=1)
 
     def _choices(self, spec: Any) -> Sequence[int]:
+        """Return the numbers of tokens that the drafter can be asked for, ascending."""
         from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
         drafter = type(self._runner.drafter)

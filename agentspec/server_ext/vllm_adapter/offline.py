@@ -194,6 +194,7 @@ def _end_waiting_at_death(core: Any) -> None:
 
 
 def _answer(output: Any, steps: int) -> Answer:
+    """Return vLLM's finished output as an answer."""
     completion = output.outputs[0]
     tokens = [int(token) for token in completion.token_ids]
     spec = completion.spec_decode_metrics

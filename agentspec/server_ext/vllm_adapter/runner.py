@@ -159,6 +159,7 @@ class RunnerExtension:
             self._report()
 
     def _draft(self, engine: DraftingEngine, runner: Any, forward: ForwardPass) -> list[list[int]]:
+        """Read the step, let the engine draft, and spread the drafts over all rows of the batch. Raises any error."""
         bound = self._bind(forward)
         try:
             step = self._reader.read(runner, forward.scheduler_output, forward.sampled)

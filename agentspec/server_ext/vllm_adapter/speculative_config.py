@@ -297,6 +297,7 @@ def describe(settings: Settings, method: str | None, longest: int, *, has_keys: 
 
 
 def _who_shares(settings: Settings, has_keys: bool) -> str:
+    """Return the part of the line that says who drafts from whose answers."""
     told_apart = has_keys or settings.principal_header is not None or settings.api_keys_file is not None
     if settings.scope == "none":
         return "each request drafts from its own text alone"

@@ -213,6 +213,7 @@ def _row_block(inner: int) -> dict[str, int]:
 
 
 def _product_blocks(weight: Tensor, rows: int, block: int) -> dict[str, int | bool]:
+    """Return the kernel's block sizes for a product of ``rows`` inputs. block: rows of the weight for one program."""
     step = _BLOCK_BYTES // weight.element_size()
     return {
         "EVEN": weight.shape[1] % step == 0,

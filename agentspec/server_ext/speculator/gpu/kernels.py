@@ -136,6 +136,7 @@ def linear_kernel(
     inputs, weight, row_scales, weight_scale, out, rows, outputs, inner,
     SCALED: tl.constexpr, EVEN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
+    """Compute `fp8.Fp8Linear`, a block of outputs per program."""
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     b = tl.arange(0, BLOCK_B)
     result = _product(inputs, weight, row_scales, weight_scale, v, b, outputs, rows, inner,
@@ -149,6 +150,7 @@ def head_kernel(
     inputs, weight, row_scales, weight_scale, wanted, width, parts, rows, outputs, inner,
     SCALED: tl.constexpr, EVEN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
+    """Compute `selection.score`: one part per program, of a block of the head's rows."""
     block = tl.program_id(0)
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     b = tl.arange(0, BLOCK_B)
