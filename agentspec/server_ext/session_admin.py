@@ -65,12 +65,14 @@ class SessionAdmin:
     def begin(self, job: str, what: str, *args: Any) -> dict[str, Any]:
         """Begin a job under a name of the asker's choice. Returns {} or an error as ``poll`` does.
 
-        "list", tenant, principal, any of both, how many: the sessions used last, as dicts.
-        "read", session, tenant, any tenant: its records.
-        "write", session, tenant, records, only new: append those that it lacks, and load it; the number of new ones.
-        Only new: do nothing to a session that exists.
-        "tenants", session: under which tenants it holds text. "erase", session, tenants: remove it everywhere.
-        A tenant stands for itself and for those that an adapter or a cache salt sets apart from it.
+        "list", tenant, principal, anybody, count: the value is the sessions used last, as dicts.
+        "read", session, tenant, anybody: the value is its records.
+        "write", session, tenant, records, only new: append the records that it lacks, and load it. The value is their
+        number. Only new: leave a session that exists as it is.
+        "tenants", session: the value is the tenants under which it holds text.
+        "erase", session, tenants: remove it everywhere.
+        Anybody: whatever tenant and principal the sessions have. A tenant stands for itself and for those that an
+        adapter or a cache salt sets apart from it.
         """
         try:
             self._make_room()

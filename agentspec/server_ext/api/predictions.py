@@ -1,4 +1,4 @@
-"""Take OpenAI's Predicted Outputs: a chat completion's ``prediction`` is what its response is expected to be like.
+"""Take OpenAI's Predicted Outputs: a chat completion's ``prediction`` says what its response is expected to be.
 
     {"messages": [...], "prediction": {"type": "content", "content": "the file as it was"}}
 

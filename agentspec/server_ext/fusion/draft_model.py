@@ -41,9 +41,9 @@ class StepModel(Protocol):
     ``positions``: n, the most tokens it drafts. ``overlaps``: whether it runs in parallel to the host, so that
     launching it before the suffix index drafts saves time.
     ``choices``: None for a model that drafts for the rows asked about, and that can be made to take and score
-    proposals. Another one drafts for the whole batch, and its own tokens only; these are then the numbers of tokens
-    that it can be asked for in this step, ascending, RESTS among them where it may be left out. The time of the
-    smallest cannot be saved. 0 alone: it cannot run in this step.
+    proposals. A drafter of whole batches does neither. It has the numbers of tokens here that it can be asked for in
+    this step, ascending. RESTS is one of them where it may be left out. The time of the smallest number cannot be
+    saved. 0 alone: it cannot run in this step.
     """
 
     @property

@@ -31,9 +31,10 @@ logger = logging.getLogger(__name__)
 _MODEL_FAILURES = 5
 """Disable the draft model after this many errors."""
 _USUAL_STEPS = 128
-"""Number of latest steps whose mean value counts for half of what a drafter of whole batches is set against.
+"""Number of latest steps over which the usual value of a step is the mean.
 
-What its passes bring now are tokens that the suffix index might draft a little later, sooner than in this step.
+A drafter of whole batches has to be worth more than the mean of this step's value and the usual one: what it drafts
+in a step with poor suffix drafts, the suffix index might draft a few steps later.
 """
 
 

@@ -240,7 +240,7 @@ def run_vllm(arguments: Sequence[str]) -> None:
 
 
 def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return the classes of the errors by which vLLM refuses an argument or a prompt, and these: for `except`."""
+    """Return, for `except`, the classes of the errors by which vLLM refuses an argument or a prompt, and ``more``."""
     try:
         from vllm.exceptions import VLLMClientError
     except ImportError:  # there is no vLLM

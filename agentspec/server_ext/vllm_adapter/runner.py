@@ -59,7 +59,7 @@ class RunnerExtension:
     vLLM's own drafter; None: there is none. drafted_nothing: whether the latest step left every row without a draft.
     waiting: the pass whose tokens are not on the host yet.
 
-    The constructor, ``load`` and ``wake`` raise AgentSpecError with the remedy, and while vLLM decodes ``draft`` alone.
+    The constructor, ``load`` and ``wake`` raise AgentSpecError with the remedy. While vLLM decodes, only ``draft`` may.
     """
 
     def __init__(self, vllm_config: Any, native: ModelDrafter | None = None) -> None:
@@ -300,8 +300,9 @@ def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_att
 def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
     """Answer a question of ``ask_engines``; return None in a worker without an engine.
 
-    "stats"; "request" with id, caller, whether the administrator asks, and call; "session" with a job. "new_epoch" and
-    "lengths", of responses, are noted, and answered with None.
+    what: "stats"; "request", with id, caller, whether the administrator asks, and call; "session", with the arguments
+    of `DraftingEngine.session`. "new_epoch", and "lengths" with the lengths of responses, are noted and answered with
+    None.
     """
     extension = extension_of(getattr(worker, "model_runner", None))
     if extension is None or extension.engine is None:
