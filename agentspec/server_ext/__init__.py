@@ -9,7 +9,7 @@ In the engine's process, without vLLM and torch:
 
 ``engine``        DraftingEngine: one step from verified tokens to drafts. ``step`` is the data that it takes,
                   ``batch_lookup`` what is the same for all steps of a batch
-``turnover``      requests that begin and end; ``cached_requests`` starts and ends them in the cache
+``requests``      requests from their beginning to their end, in the engine and in the cache
 ``pricing``       measures steps, and says what the drafts of the next may cost
 ``fusion``        joins the suffix indexes and a draft model
 ``persistence``   turns to and from the store, and the snapshot

@@ -18,7 +18,6 @@ import numpy as np
 from agentspec.cache import Budget, StepDrafts, SuffixCache
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.batch_lookup import BatchLookup
-from agentspec.server_ext.cached_requests import CachedRequests
 from agentspec.server_ext.figures.accounts import Accounts
 from agentspec.server_ext.figures.metrics import Metrics
 from agentspec.server_ext.figures.step_record import StepRecord
@@ -29,11 +28,12 @@ from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, keep_snapshot
 from agentspec.server_ext.pricing import EngineLimits, StepPricing
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
-from agentspec.server_ext.running_requests import RunningRequests
+from agentspec.server_ext.requests.cached import CachedRequests
+from agentspec.server_ext.requests.running import RunningRequests
+from agentspec.server_ext.requests.turnover import Text, Turnover
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import DraftRows, NewRequest, Step
-from agentspec.server_ext.turnover import Text, Turnover
 
 logger = logging.getLogger(__name__)
 

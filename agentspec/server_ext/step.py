@@ -160,7 +160,7 @@ class RequestState:
     repetition: Repetition | None = None
     """what ends it, too"""
 
-    # --- Its start in the cache, and its end (`turnover`)
+    # --- Its start in the cache, and its end (`requests.turnover`)
 
     awaits_start: bool = False
     """whether the cache is yet to start it, so that it gets no drafts"""

@@ -14,9 +14,9 @@ from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.requests.turnover import Turnover
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import AcceptanceLength, Batch, NewRequest, RequestState, Step
-from agentspec.server_ext.turnover import Turnover
 from tests.store.helpers import LOGS
 
 ROWS = 4
@@ -148,7 +148,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("engine", "turnover", "pricing.work_time"):
+    for module in ("engine", "requests.turnover", "pricing.work_time"):
         monkeypatch.setattr(f"agentspec.server_ext.{module}.time", clock)
     return clock
 
@@ -340,7 +340,7 @@ def test_a_response_ends_where_its_caller_was_told(
     rows: Rows, monkeypatch: pytest.MonkeyPatch, first: str, alone: bool
 ) -> None:
     """A stop text is found in the API server, which tells the length: before or after the engine hears of the end."""
-    monkeypatch.setattr("agentspec.server_ext.running_requests._TOLD_SECONDS", 1000.0)
+    monkeypatch.setattr("agentspec.server_ext.requests.running._TOLD_SECONDS", 1000.0)
     rows.begin("a0", session="s")
     if not alone:
         rows.begin("b1")
@@ -373,7 +373,7 @@ def test_a_response_whose_length_nobody_tells_is_kept_whole(
     rows: Rows, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     """Its caller has gone."""
-    monkeypatch.setattr("agentspec.server_ext.running_requests._TOLD_SECONDS", 1000.0 if closed else 0.0)
+    monkeypatch.setattr("agentspec.server_ext.requests.running._TOLD_SECONDS", 1000.0 if closed else 0.0)
     rows.begin("a0")
     rows.step()
     said = rows.lengths["a0"] - PROMPT
@@ -386,7 +386,7 @@ def test_a_response_whose_length_nobody_tells_is_kept_whole(
 
 
 def test_the_next_turn_does_not_wait_for_a_length(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.server_ext.running_requests._TOLD_SECONDS", 1000.0)
+    monkeypatch.setattr("agentspec.server_ext.requests.running._TOLD_SECONDS", 1000.0)
     rows.begin("a0", session="s")
     rows.end("a0", may_be_shorter=True)
     rows.begin("b1", session="s")

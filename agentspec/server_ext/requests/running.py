@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from agentspec.server_ext.figures.metrics import Metrics
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.pricing.acceptance_length import AcceptanceLengths
+from agentspec.server_ext.requests.turnover import Text, Turnover
 from agentspec.server_ext.step import NewRequest, RequestState
-from agentspec.server_ext.turnover import Text, Turnover
 
 _TOLD_SECONDS = 1.0
 """How long a response waits to be told its length. It is told at once, unless its caller has gone."""
