@@ -14,7 +14,7 @@ from rich.table import Table
 from agentspec.cache.store import LogNames, open_store, redact
 from agentspec.cli.tables import print_table
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.identity.callers import server_secret
+from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.settings import Settings, load_settings
 

@@ -28,7 +28,7 @@ from agentspec.cache.store import (
 )
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.errors import InvalidInputError, first_line
-from agentspec.server_ext.identity.callers import server_secret
+from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.settings import Settings
 from agentspec.simulate import Call, open_tokenizer, read_calls

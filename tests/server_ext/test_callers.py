@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.identity.callers import (
-    NOBODY,
-    ApiKeysFile,
-    Caller,
-    Callers,
-    Presented,
-    admin_key,
-    server_secret,
-    shows_admin_key,
-)
+from agentspec.server_ext.identity.callers import NOBODY, ApiKeysFile, Caller, Callers, Presented, shows_admin_key
+from agentspec.server_ext.identity.server_secrets import admin_key, server_secret
 from agentspec.server_ext.settings import Settings, load_settings
 
 SECRET = b"the secret of these tests"
@@ -225,7 +217,7 @@ class TestSecrets:
         first = server_secret(one, environ)
         second = server_secret(other, environ)  # an engine that this process starts later
         assert second != first == server_secret(one, environ) and len(first) == 64
-        monkeypatch.setattr("agentspec.server_ext.identity.callers.open_store", None)
+        monkeypatch.setattr("agentspec.server_ext.identity.server_secrets.open_store", None)
         assert server_secret(one, dict(environ)) == first  # in a process that it started
         assert str(tmp_path) not in str(environ)
 

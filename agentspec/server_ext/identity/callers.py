@@ -6,34 +6,27 @@ Where none of these is given, all callers are one principal. A caller that canno
 (no key on a server that checks keys, a header that is missing, unusable or given twice) is NOBODY: it shares nothing.
 """
 
-import hashlib
 import hmac
 import logging
 import os
 import re
-import secrets
 import time
 import uuid
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentspec.cache.store import mac, open_store
-from agentspec.errors import ConfigurationError, InvalidSessionError, StoreError, StoreUnavailableError
+from agentspec.cache.store import mac
+from agentspec.errors import ConfigurationError, InvalidSessionError
 from agentspec.identifiers import check_session_id
+from agentspec.server_ext.identity.server_secrets import admin_key, sha256
 from agentspec.server_ext.settings import Settings
 
 logger = logging.getLogger("vllm.agentspec")
 
-SECRET = "AGENTSPEC_SECRET"
-ADMIN_KEY = "AGENTSPEC_ADMIN_KEY"
-_HANDED_ON = "AGENTSPEC_STORE_SECRET"
-"""Environment variable by which the process that starts vLLM tells others a store's secret: URL's digest, secret."""
-
 NOBODY = "?"
 """Principal of a caller that cannot be told apart from others and should be."""
 
-_LEAST_SECRET = 16
 _WHITE = " \t"
 """White space around a header's value, by HTTP. Other white space is part of it."""
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
@@ -159,7 +152,7 @@ class ApiKeysFile:
     def tenant_of(self, key: str | None) -> str | None:
         """Return the tenant of an API key, or None if the file does not name it."""
         self._refresh()
-        return None if key is None else self._tenants.get(_sha256(key))
+        return None if key is None else self._tenants.get(sha256(key))
 
     def _refresh(self) -> None:
         """Read the file again if it has changed. Looks at most once a second."""
@@ -214,40 +207,11 @@ class ApiKeysFile:
         return ConfigurationError(f"api_keys_file {self.path}, line {number}: {why}")
 
 
-def server_secret(settings: Settings, environ: MutableMapping[str, str] = os.environ) -> bytes:
-    """Return the key of this server's MACs: ``AGENTSPEC_SECRET``, else the secret that its store keeps.
-
-    Asks the store once; the processes that this one starts find the answer in the environment. While the store is away
-    the secret is a temporary one, which finds no stored session. Raises ConfigurationError for too short a secret.
-    """
-    given = environ.get(SECRET)
-    if given:
-        return _checked_secret(SECRET, given).encode()
-    store, _, secret = environ.get(_HANDED_ON, "").partition(" ")
-    if store != _sha256(settings.store):  # nobody asked yet, or this process started an engine on another store before
-        secret = _secret_of_store(settings.store)
-        environ[_HANDED_ON] = f"{_sha256(settings.store)} {secret}"
-    return secret.encode()
-
-
 def shows_admin_key(presented: Presented | None, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether a request shows the key in ``AGENTSPEC_ADMIN_KEY``. The time it takes does not tell that key."""
     key = admin_key(environ)
     shown = None if presented is None else presented.bearer()
-    return key is not None and shown is not None and hmac.compare_digest(_sha256(shown), _sha256(key))
-
-
-def check_secrets(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigurationError if ``AGENTSPEC_SECRET`` or ``AGENTSPEC_ADMIN_KEY`` is too short."""
-    admin_key(environ)
-    if given := environ.get(SECRET):
-        _checked_secret(SECRET, given)
-
-
-def admin_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return what ``AGENTSPEC_ADMIN_KEY`` holds, None if nothing. Raises ConfigurationError if it is too short."""
-    given = environ.get(ADMIN_KEY)
-    return _checked_secret(ADMIN_KEY, given) if given else None
+    return key is not None and shown is not None and hmac.compare_digest(sha256(shown), sha256(key))
 
 
 def _text(value: bytes) -> str:
@@ -255,29 +219,3 @@ def _text(value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError:
         return value.decode("latin-1")
-
-
-def _sha256(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
-def _checked_secret(variable: str, value: str) -> str:
-    if len(value) < _LEAST_SECRET:
-        raise ConfigurationError(f"{variable}: at least {_LEAST_SECRET} characters, e.g. from: openssl rand -hex 32")
-    return value
-
-
-def _secret_of_store(url: str) -> str:
-    """Return the secret that a store keeps, in hexadecimal; a temporary one, with a warning, if it cannot be read."""
-    try:
-        store = open_store(url, to_write=True)
-    except StoreUnavailableError as error:  # the first that a trainer hears of it
-        raise StoreUnavailableError(f"store {error} (--store or AGENTSPEC_STORE)") from error
-    try:
-        return store.secret().hex()
-    except StoreError as error:
-        why = "turns of this run will not be found again after it; set AGENTSPEC_SECRET to be independent of the store"
-        logger.warning("agentspec: the store's secret cannot be read, so %s: %s", why, error)
-        return secrets.token_hex(32)
-    finally:
-        store.close()

@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from agentspec.server_ext.identity import RequestTagger
-from agentspec.server_ext.identity.callers import Callers, Presented, check_secrets, server_secret, shows_admin_key
+from agentspec.server_ext.identity.callers import Callers, Presented, shows_admin_key
+from agentspec.server_ext.identity.server_secrets import check_secrets, server_secret
 from agentspec.server_ext.persistence.model_key import adapter_key
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec

@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
 from agentspec.server_ext.arctic_methods import METHODS, translate
 from agentspec.server_ext.figures.step_record import make_record
-from agentspec.server_ext.identity.callers import ApiKeysFile, check_secrets
+from agentspec.server_ext.identity.callers import ApiKeysFile
+from agentspec.server_ext.identity.server_secrets import check_secrets
 from agentspec.server_ext.settings import ENVIRONMENT, Settings, json_object, load_settings
 from agentspec.server_ext.vllm_adapter import native_methods
 from agentspec.server_ext.vllm_adapter.speculative_config import check_given_limit, own_config, with_underscores

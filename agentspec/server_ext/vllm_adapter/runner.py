@@ -17,7 +17,7 @@ from typing import Any, cast
 from agentspec.cache.store import LogNames, open_store, snapshot_path
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.engine import DraftingEngine
-from agentspec.server_ext.identity.callers import server_secret
+from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.pricing import EngineLimits

@@ -13,7 +13,7 @@ from typing import Any
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.arctic_methods import METHODS, translate
 from agentspec.server_ext.figures.step_record import make_record
-from agentspec.server_ext.identity.callers import server_secret
+from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter import native_methods
 from agentspec.server_ext.vllm_adapter.cpu import on_cpu

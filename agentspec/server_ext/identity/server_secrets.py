@@ -1,0 +1,76 @@
+"""Keep the secrets of a server: the key of all MACs, and the administrator's key."""
+
+import hashlib
+import logging
+import os
+import secrets
+from collections.abc import Mapping, MutableMapping
+
+from agentspec.cache.store import open_store
+from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError
+from agentspec.server_ext.settings import Settings
+
+logger = logging.getLogger("vllm.agentspec")
+
+SECRET = "AGENTSPEC_SECRET"
+ADMIN_KEY = "AGENTSPEC_ADMIN_KEY"
+_HANDED_ON = "AGENTSPEC_STORE_SECRET"
+"""Environment variable by which the process that starts vLLM tells others a store's secret: URL's digest, secret."""
+
+_LEAST_SECRET = 16
+
+
+def server_secret(settings: Settings, environ: MutableMapping[str, str] = os.environ) -> bytes:
+    """Return the key of this server's MACs: ``AGENTSPEC_SECRET``, else the secret that its store keeps.
+
+    Asks the store once; the processes that this one starts find the answer in the environment. While the store is away
+    the secret is a temporary one, which finds no stored session. Raises ConfigurationError for too short a secret.
+    """
+    given = environ.get(SECRET)
+    if given:
+        return _checked_secret(SECRET, given).encode()
+    store, _, secret = environ.get(_HANDED_ON, "").partition(" ")
+    if store != sha256(settings.store):  # nobody asked yet, or this process started an engine on another store before
+        secret = _secret_of_store(settings.store)
+        environ[_HANDED_ON] = f"{sha256(settings.store)} {secret}"
+    return secret.encode()
+
+
+def check_secrets(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigurationError if ``AGENTSPEC_SECRET`` or ``AGENTSPEC_ADMIN_KEY`` is too short."""
+    admin_key(environ)
+    if given := environ.get(SECRET):
+        _checked_secret(SECRET, given)
+
+
+def admin_key(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return what ``AGENTSPEC_ADMIN_KEY`` holds, None if nothing. Raises ConfigurationError if it is too short."""
+    given = environ.get(ADMIN_KEY)
+    return _checked_secret(ADMIN_KEY, given) if given else None
+
+
+def _checked_secret(variable: str, value: str) -> str:
+    if len(value) < _LEAST_SECRET:
+        raise ConfigurationError(f"{variable}: at least {_LEAST_SECRET} characters, e.g. from: openssl rand -hex 32")
+    return value
+
+
+def _secret_of_store(url: str) -> str:
+    """Return the secret that a store keeps, in hexadecimal; a temporary one, with a warning, if it cannot be read."""
+    try:
+        store = open_store(url, to_write=True)
+    except StoreUnavailableError as error:  # the first that a trainer hears of it
+        raise StoreUnavailableError(f"store {error} (--store or AGENTSPEC_STORE)") from error
+    try:
+        return store.secret().hex()
+    except StoreError as error:
+        why = "turns of this run will not be found again after it; set AGENTSPEC_SECRET to be independent of the store"
+        logger.warning("agentspec: the store's secret cannot be read, so %s: %s", why, error)
+        return secrets.token_hex(32)
+    finally:
+        store.close()
+
+
+def sha256(text: str) -> str:
+    """Return the SHA-256 of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
