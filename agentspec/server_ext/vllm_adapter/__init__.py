@@ -1,21 +1,32 @@
 """Connect agentspec to vLLM. All that depends on vLLM's internals is here, so a new version changes nothing else.
 
-``launch``        turns ``agentspec serve`` into ``vllm serve``: finds and adds options, runs vLLM's command line
+Before an engine is made:
+
+``launch``              turns ``agentspec serve`` into ``vllm serve``: finds and adds options, runs vLLM's command line
 ``speculative_config``  decides whether an engine drafts, by which method and with which options; says what drafts
-``draft_limit``   chooses the longest draft by model
-``frontend``      writes identities into requests in the API server, and asks the engines for their figures
-``runner``        drafts in the worker, from an object on vLLM's model runner
-``step_reader``   reads the runner's batch after a step into a ``Step``
-``draft_models``  runs speculators beside the suffix index, on all tensor-parallel ranks
-``native_methods``   configures vLLM's own methods, beside which agentspec drafts
-``native_drafters``  runs their drafters
-``skipped_passes``   lets them leave out passes, and make up for those later
-``cheap_steps``   keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens: work,
-                  buffers and CUDA graphs
-``sampling_faults``  corrects what vLLM samples otherwise with drafts than without
-``cpu``           makes verification cheaper on CPUs
-``shutdown``      gives engines the time to save when a server is stopped
-``offline``       runs an ``LLM`` of this process step by step, for rollouts
+``native_methods``      configures vLLM's own methods, beside which agentspec drafts
+``draft_limit``         chooses the longest draft by model
+
+In the API server:
+
+``frontend``            writes identities into requests, and asks the engines for their figures
+``shutdown``            gives engines the time to save when a server is stopped
+
+In the engine core and its workers:
+
+``runner``              drafts, from an object on vLLM's model runner
+``step_reader``         reads the runner's batch after a step into a ``Step``
+``draft_models``        runs speculators beside the suffix index, on all tensor-parallel ranks
+``native_drafters``     runs the drafters of vLLM's own methods
+``skipped_passes``      lets them leave out passes, and make up for those later
+``cheap_steps``         keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens:
+                        work, buffers and CUDA graphs
+``sampling_faults``     corrects what vLLM samples otherwise with drafts than without
+``cpu``                 makes verification cheaper on CPUs
+
+For rollouts:
+
+``offline``             runs an ``LLM`` of this process step by step
 
 PATCHES below lists every method of vLLM that is replaced: where, why, and in which of the versions from OLDEST_VERSION
 to NEWEST_VERSION. Scheduling, sampling and the choice of what to accept stay vLLM's. docs/vllm-versions.md says what
