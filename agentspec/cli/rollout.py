@@ -102,6 +102,7 @@ def rollout(
         read_problems,
     )
     from agentspec.rollout.formats import folder_for, write_trl, write_verl
+    from agentspec.rollout.generator import distribution
     from agentspec.server_ext.settings import json_object
     from agentspec.server_ext.vllm_adapter.launch import hand_on
     from agentspec.server_ext.vllm_adapter.offline import Sampling, sampling_params
@@ -132,6 +133,7 @@ def rollout(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends vLLM's processes, too, as Ctrl-C does
     sampling_params(Sampling(temperature, top_p, max_tokens))  # what vLLM refuses, before its start takes minutes
     with Journal(out) as journal:
+        journal.check_sampling(distribution(model, plan))
         # slow, so only once the arguments are known to be good
         started = OfflineEngine.start(model, **options) if ray is None else RayEngine.start(model, ray, **options)
         generator = RolloutGenerator(

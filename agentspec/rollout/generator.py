@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError, InvalidInputError, RolloutError
@@ -64,6 +65,20 @@ class Plan:
                 f"temperature={self.temperature}, top_p={self.top_p}: a temperature of at least 0 and a top_p above 0 "
                 "and up to 1 expected"
             )
+
+
+def distribution(model: str, plan: Plan) -> dict[str, Any]:
+    """Return what decides the distribution of a rollout's samples, as each of them has it. model: a folder or a hub id.
+
+    A folder is written out, because a relative path or a link may lead to another one in the next run.
+    """
+    return {
+        "model": str(Path(model).resolve()) if Path(model).exists() else model,
+        "temperature": plan.temperature,
+        "top_p": plan.top_p,
+        "max_tokens": plan.max_tokens,
+        "stop": list(plan.stop),
+    }
 
 
 @dataclass(slots=True)
@@ -158,6 +173,7 @@ class RolloutGenerator:
         self._max_open = engine.max_running + max_waiting
         self._prompts: dict[str, list[int]] = {}  # of the latest run, tokenised, by the problem's id
         self._samples = 0  # of each problem, in the latest run
+        self._sampling: dict[str, Any] = {}  # of the latest run
 
     def run(
         self,
@@ -170,12 +186,14 @@ class RolloutGenerator:
         progress: called after each engine step that finished a sample. If the caller stops, or an error is raised, the
         engine's open requests are aborted; what was finished is in the journal. A sample is written once its reward is
         known, whatever the rewards of others take. With a reward function, samples that the journal holds without a
-        reward are scored first. Raises InvalidInputError for two problems with one id, and for prompts that the model
-        cannot take.
+        reward are scored first. Raises InvalidInputError for two problems with one id, for prompts that the model
+        cannot take, and for a journal whose samples are of another model or were sampled otherwise.
         """
         by_id = {problem.id: problem for problem in problems}
         if len(by_id) < len(problems):
             raise InvalidInputError("two problems have one id; give each its own")
+        self._sampling = distribution(self._engine.model, plan)
+        self._journal.check_sampling(self._sampling)
         self._prompts, self._samples = self._tokenise(problems), plan.samples
         changed = [name for name, prompt in self._prompts.items() if self._journal.holds_another_prompt(name, prompt)]
         if changed:  # no error, as a chat template may write the day's date
@@ -312,6 +330,7 @@ class RolloutGenerator:
             steps=answer.steps,
             drafted=answer.drafted,
             accepted=answer.accepted,
+            sampling=self._sampling,
             fields=problem.fields,
         )
 

@@ -34,9 +34,10 @@ class Sample:
     prompt_ids, completion_ids: token ids. logprobs: of each completion token, under the distribution that it was
     sampled from (vLLM's ``processed_logprobs``). finish_reason: vLLM's, such as "stop" or "length". weight_version: of
     the weights that wrote it. reward: None without a reward function, or if it failed (reward_error says why).
-    steps: decode steps that it took. drafted, accepted: draft tokens. fields: passed through from the problem; a value
-    that JSON has no form for, such as a date of a parquet file, is written as its text, NaN and infinity as null. Half
-    of a surrogate pair is written out (``\\udce9``).
+    steps: decode steps that it took. drafted, accepted: draft tokens. sampling: what decided its distribution: model,
+    temperature, top_p, max_tokens and stop; None in files of earlier releases. fields: passed through from the problem;
+    a value that JSON has no form for, such as a date of a parquet file, is written as its text, NaN and infinity as
+    null. Half of a surrogate pair is written out (``\\udce9``).
     """
 
     id: str
@@ -53,6 +54,7 @@ class Sample:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    sampling: dict[str, Any] | None = None
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -85,6 +87,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._rewards: dict[Key, float | None] = {}
         self._prompts: dict[str, int] = {}  # hash of the token ids, by the problem's id
+        self._sampling: dict[str, Any] = {}  # of its samples, as far as they say
         self._file = -1
         self._open()
         self._close_in_forked_processes()
@@ -172,6 +175,16 @@ class Journal:
         prompt = hash(str(prompt_ids))
         return self._prompts.get(problem_id, prompt) != prompt
 
+    def check_sampling(self, asked: Mapping[str, Any]) -> None:
+        """Raise InvalidInputError if the file's samples were sampled otherwise: one file has one distribution."""
+        for name, value in asked.items():
+            found = self._sampling.get(name, value)
+            if found != value:
+                raise InvalidInputError(
+                    f"{self.path}: its samples have {name} {as_text(found)}, and this rollout asks for "
+                    f"{as_text(value)}; ask for the same, or write to another file"
+                )
+
     def samples(self, epoch: int | None = None) -> Iterator[Sample]:
         """Yield the samples in the order in which they were written. epoch: only those of this epoch."""
         return (sample for sample in self._read() if epoch is None or sample.epoch == epoch)
@@ -221,6 +234,8 @@ class Journal:
         self._rewards[sample.key] = sample.reward
         if sample.id not in self._prompts:
             self._prompts[sample.id] = hash(str(sample.prompt_ids))
+        if sample.sampling is not None and not self._sampling:
+            self._sampling = sample.sampling
 
     def _read(self, end: int | None = None) -> Iterator[Sample]:
         """Yield the samples of the first ``end`` bytes, or of all."""
@@ -322,6 +337,8 @@ def _parse(line: bytes) -> Sample:
         raise ValueError("id: a text, epoch and sample: whole numbers expected")  # pandas makes a number of the id "7"
     if type(sample.reward) not in (float, int, type(None)):
         raise ValueError("reward: a number or null expected")
+    if not isinstance(sample.sampling, dict | None):
+        raise ValueError("sampling: an object or null expected")
     return sample
 
 

@@ -115,8 +115,9 @@ class RayEngine:
     A worker that dies is replaced, and its requests start again.
     """
 
-    def __init__(self, ray: Any, make: Callable[[int, Weights | None], Any], workers: int) -> None:
+    def __init__(self, ray: Any, make: Callable[[int, Weights | None], Any], workers: int, model: str) -> None:
         self._ray, self._make = ray, make
+        self.model = model
         self._weights: Weights | None = None
         self._deaths = 0
         self._groups: dict[str, _Member] = {}
@@ -152,7 +153,7 @@ class RayEngine:
             seed = {"seed": int(options["seed"]) + number} if "seed" in options else {}
             return actor.remote(model, {**options, **seed}, environment, weights)
 
-        return cls(ray, make, workers)
+        return cls(ray, make, workers, model)
 
     def add(self, request_id: str, prompt: list[int], sampling: Sampling, extra: dict[str, Any]) -> None:
         """Start a request, on its group's worker unless that has more than its share to do."""

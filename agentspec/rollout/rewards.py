@@ -154,6 +154,7 @@ def _copied(sample: Sample) -> Sample:
         prompt_ids=list(sample.prompt_ids),
         completion_ids=list(sample.completion_ids),
         logprobs=list(sample.logprobs),
+        sampling=copy.deepcopy(sample.sampling),
         fields=copy.deepcopy(sample.fields),
     )
 

@@ -85,13 +85,15 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
     """Run ``agentspec rollout``. Return the options that its engine was made with."""
     made: dict[str, Any] = {}
 
-    def start(*_: Any, **options: Any) -> OfflineEngine:
+    def start(model: str, **options: Any) -> OfflineEngine:
         made.update(options)
-        return OfflineEngine(LLM(Engine()))
+        engine = OfflineEngine(LLM(Engine()))
+        engine.model = model
+        return engine
 
     monkeypatch.setattr(OfflineEngine, "start", start)
     monkeypatch.setenv("AGENTSPEC", "0")
-    monkeypatch.setattr(sys, "argv", ["agentspec", "rollout", *arguments, "--model", "m"])
+    monkeypatch.setattr(sys, "argv", ["agentspec", "rollout", "--model", "m", *arguments])
     with pytest.raises(SystemExit) as end:
         main()
     return made if end.value.code in (None, 0) else {}
@@ -157,6 +159,18 @@ def test_a_number_that_cannot_work_is_named_before_vllms_start(
     assert not command(monkeypatch, str(problems), "--out", str(out), *option)
     assert said in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("option", [("--temperature", ".5"), ("--model", "other")])
+def test_another_distribution_is_refused_before_vllms_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path, option: tuple[str, str]
+) -> None:
+    base = [str(problems), "--out", str(problems.parent / "out.jsonl"), "--samples", "1"]
+    assert command(monkeypatch, *base)
+    assert not command(monkeypatch, *base[:-1], "2", *option)
+    printed = capsys.readouterr().err
+    assert "write to another file" in printed and option[0][2:] in printed
+    assert command(monkeypatch, *base[:-1], "2", "--max-draft", "4", "--max-num-seqs", "2")
 
 
 def test_engine_options_go_together_with_the_others(

@@ -95,7 +95,7 @@ def ray() -> Ray:
 
 
 def engine_on(ray: Ray, workers: int = 2) -> RayEngine:
-    return RayEngine(ray, ray.make, workers)
+    return RayEngine(ray, ray.make, workers, "m")
 
 
 def run(engine: RayEngine, wanted: int, most: int = 50) -> list[str]:

@@ -67,13 +67,14 @@ def sampling_params(sampling: Sampling, extra: dict[str, Any] | None = None) -> 
 
 
 class OfflineEngine:
-    """Start, step and abort requests. llm: a ``vllm.LLM``."""
+    """Start, step and abort requests. llm: a ``vllm.LLM``. Its ``model`` is the name by which it was asked for."""
 
     def __init__(self, llm: Any) -> None:
         self.llm, self._engine = llm, llm.llm_engine
         self._steps: Counter[str] = Counter()  # of the open requests
         self.max_running: int = self._engine.vllm_config.scheduler_config.max_num_seqs
         model = self._engine.vllm_config.model_config
+        self.model: str = model.model
         self._max_model_len: int = model.max_model_len
         self._vocabulary: int = model.get_vocab_size()
         _end_waiting_at_death(self._engine.engine_core)
@@ -89,11 +90,13 @@ class OfflineEngine:
         except ImportError as error:
             raise without_vllm(error) from error
         try:
-            return cls(LLM(model, **options))
+            engine = cls(LLM(model, **options))
         except AgentSpecError:
             raise
         except refusals(OSError, TypeError, RuntimeError) as error:
             raise ConfigurationError(f"model {model}: vLLM refuses it or its options: {first_line(error)}") from error
+        engine.model = model  # vLLM has the files' folder in the place of a hub id where it may not ask the hub
+        return engine
 
     def tokenise(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
         """Return the token ids of a text, of a chat's messages by the model's template, or of token ids.
