@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.store import Retention, snapshot_path
-from agentspec.errors import StoreUnavailableError
+from agentspec.cache.store import Retention, SQLiteStore, snapshot_path
+from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.server_ext.persistence.persistence import Persistence
-from tests.store.helpers import wait_until
+from tests.store.helpers import LOGS, wait_until
 
 from .replicas import NS, TENANT, Start, meet, patience, start, stored, text
 
@@ -39,6 +39,27 @@ def test_a_restarted_engine_drafts_nothing_that_was_erased_meanwhile(start: Star
     assert not (tmp_path / "snapshot").exists()
     other.say([1, 2, 3], text(300), "more")
     again.wait(lambda: again.drafts(text(300, 5)) == text(305, 4))
+
+
+def test_a_log_that_cannot_be_read_costs_its_own_tenants_snapshot_only(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of whose keys on Redis something else is the owner."""
+    first = start(snapshot=tmp_path / "snapshot")
+    first.say([1, 2, 3], text(100))
+    first.say([1, 2, 3], text(200), tenant="other")
+    first.stop()
+    newest = SQLiteStore.newest
+
+    def refuse(store: SQLiteStore, namespace: str) -> str:
+        if namespace == LOGS.of("other"):
+            raise StoreError("WRONGTYPE")
+        return newest(store, namespace)
+
+    monkeypatch.setattr(SQLiteStore, "newest", refuse)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert again.cache.has_session(TENANT, "s") and not again.cache.has_session("other", "s")
+    assert again.drafts(text(100, 5)) == text(105, 4)
 
 
 # An erasure ends while the snapshot that still holds its session is renamed; then the process is killed.

@@ -1,4 +1,4 @@
-"""Hold records that wait for a part of a store that is away, so that those of other parts go on."""
+"""Hold records that wait for a part of a store that is away, or for a log that it refuses, so that the others go on."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,11 +26,19 @@ class QueuedRecord:
         return NewEntry(record.session, encode(record), record.shared_by, f"{record.writer}:{record.number}")
 
 
+_LOG = "log "
+"""What the name of a part begins with that stands for one log alone. No part of a store has a space in its name."""
+_PAUSE = 1.0
+"""Seconds until a part or a log is tried again, at first."""
+_REFUSALS = 5
+"""Records of one log that the store refuses one after the other before it counts as refusing the log."""
+
+
 @dataclass(slots=True)
 class _Part:
     """Hold what waits for one part: appends, each of records of one log, and the logs that they belong to or did."""
 
-    breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(threshold=1, first_pause=1.0))
+    breaker: CircuitBreaker
     appends: deque[list[QueuedRecord]] = field(default_factory=deque)
     logs: set[str] = field(default_factory=set)
 
@@ -38,7 +46,8 @@ class _Part:
 class SetAside:
     """Hold appends by the part of the store that they wait for. Not thread-safe.
 
-    An append is sent as it is, so that a store can recognise it if only its answer was lost. Each log keeps its order.
+    A log of which the store refuses a record is a part of its own (``log_part``), until it takes one. An append is sent
+    as it is, so that a store can recognise it if only its answer was lost. Each log keeps its order.
     """
 
     def __init__(self) -> None:
@@ -49,8 +58,12 @@ class SetAside:
         return self._count
 
     def __bool__(self) -> bool:
-        """Return whether a part is away."""
-        return bool(self._parts)
+        """Return whether a part is away; a log that is refused does not count."""
+        return any(not is_log(name) for name in self._parts)
+
+    def refused_logs(self) -> int:
+        """Return how many logs the store refuses."""
+        return sum(is_log(name) and part.breaker.state != "closed" for name, part in self._parts.items())
 
     def part_of(self, namespace: str, now: Callable[[str], str]) -> str | None:
         """Return the part that a log's records wait for, None if they don't. now: says which part has a log."""
@@ -64,7 +77,12 @@ class SetAside:
 
     def add(self, part: str, items: Sequence[QueuedRecord], *, first: bool = False) -> CircuitBreaker:
         """Let an append wait, behind the others or before them. Return the breaker of its part."""
-        held = self._parts.setdefault(part, _Part())
+        held = self._parts.get(part)
+        if held is None:
+            breaker = CircuitBreaker(threshold=_REFUSALS if is_log(part) else 1, first_pause=_PAUSE)
+            held = self._parts[part] = _Part(breaker)
+            if is_log(part):
+                held.logs.add(part.removeprefix(_LOG))
         if items:
             held.logs.add(items[0].namespace)
             (held.appends.appendleft if first else held.appends.append)(list(items))
@@ -73,8 +91,8 @@ class SetAside:
 
     def due(self) -> list[tuple[str, CircuitBreaker]]:
         """Return the parts that may be tried now."""
-        breakers = [(name, part.breaker) for name, part in self._parts.items() if part.breaker.wait() == 0.0]
-        return [(name, breaker) for name, breaker in breakers if breaker.state == "closed" or breaker.allow()]
+        breakers = [(name, part.breaker) for name, part in self._waited_for() if part.breaker.wait() == 0.0]
+        return [(name, breaker) for name, breaker in breakers if breaker.state != "open" or breaker.allow()]
 
     def parts(self) -> list[tuple[str, CircuitBreaker]]:
         """Return all parts that are away."""
@@ -82,13 +100,17 @@ class SetAside:
 
     def wait(self) -> float | None:
         """Return how many seconds to wait until a part may be tried; None if none is away."""
-        return min((part.breaker.wait() for part in self._parts.values()), default=None)
+        return min((part.breaker.wait() for _, part in self._waited_for()), default=None)
 
     def take(self, part: str) -> list[QueuedRecord]:
-        """Take the first append that waits for a part. If there is none, the part is not away any more."""
+        """Take the first append that waits for a part. If there is none, the part is not away any more.
+
+        A log stays refused until the store has taken a record of it.
+        """
         held = self._parts[part]
         if not held.appends:
-            del self._parts[part]
+            if not (is_log(part) and held.breaker.failing):
+                del self._parts[part]
             return []
         items = held.appends.popleft()
         self._count -= len(items)
@@ -119,3 +141,21 @@ class SetAside:
                     part.appends.append(kept)
         self._count -= len(gone)
         return gone
+
+    def _waited_for(self) -> list[tuple[str, _Part]]:
+        """Return the parts that are to be tried: all but refused logs of which no record waits."""
+        return [
+            (name, part)
+            for name, part in self._parts.items()
+            if part.appends or not (is_log(name) and part.breaker.failing)
+        ]
+
+
+def log_part(namespace: str) -> str:
+    """Return the name of the part that one log is by itself."""
+    return _LOG + namespace
+
+
+def is_log(part: str) -> bool:
+    """Return whether a part is one log."""
+    return part.startswith(_LOG)

@@ -37,6 +37,11 @@ class CircuitBreaker:
         """Return ``closed``, ``open`` or ``half-open``."""
         return self._state
 
+    @property
+    def failing(self) -> bool:
+        """Return whether the latest call failed."""
+        return self._failures > 0
+
     def wait(self) -> float:
         """Return how many seconds to wait before the next call."""
         return max(0.0, self._until - self._clock())

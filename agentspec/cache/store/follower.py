@@ -13,6 +13,7 @@ from agentspec.cache.store.breaker import CircuitBreaker, State
 from agentspec.cache.store.courtesy import Courtesy
 from agentspec.cache.store.record_reader import RecordReader
 from agentspec.cache.store.records import EraseRecord, TurnRecord
+from agentspec.errors import StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ _SLICE = 64  # most records,
 _SLICE_BYTES = 1 << 20  # and about the most bytes, that are delivered together
 _LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
 _RETRY_SECONDS = 0.05  # pause until a tenant with running requests is looked at again
+_PAUSE_SECONDS = 1.0  # until a log that the store refuses to read is tried again, at first
 _MAX_ERASED = 1024  # erased sessions of a log that are remembered when all of it was read
 _MAX_OWN = 4096  # tombstones of this process that are remembered
 
@@ -38,6 +40,7 @@ class FollowerStats:
     delivered: records of others. learned: those of them that were learned from. skipped: records of this process.
     erased: tombstones applied. damaged, unknown: records that RecordReader skipped. failed: calls to the store that
     failed. logs: logs that are followed. behind: those of them that had entries left unread at the last look.
+    refused: those that the store refuses to read.
     delay_ms: age of the newest record when it was delivered. state: the breaker's.
     """
 
@@ -50,6 +53,7 @@ class FollowerStats:
     failed: int = 0
     logs: int = 0
     behind: int = 0
+    refused: int = 0
     delay_ms: float = 0.0
     state: State = "closed"
 
@@ -65,7 +69,7 @@ class _Log:
     cursor: of the last entry dealt with. erased: tombstones up to this cursor were applied. applied: tombstones applied
     lately. numbers: for each session erased lately, the number of this process's newest turn when the tombstone was
     applied. late: sessions to erase again, because a turn of this process was on its way then and lies behind their
-    tombstone.
+    tombstone. breaker: open while the store refuses to read this log.
     """
 
     tenant: str | None
@@ -74,6 +78,7 @@ class _Log:
     applied: OrderedDict[str, None] = field(default_factory=OrderedDict)
     numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
     late: set[str] = field(default_factory=set)
+    breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(threshold=1, first_pause=_PAUSE_SECONDS))
 
 
 class Follower:
@@ -206,6 +211,7 @@ class Follower:
                 damaged=self._reader.damaged,
                 unknown=self._reader.unknown,
                 logs=len(self._logs),
+                refused=sum(log.breaker.state != "closed" for log in self._logs.values()),
                 state=self._breaker.state,
             )
 
@@ -215,7 +221,7 @@ class Follower:
                 continue
             begun = time.monotonic()
             try:
-                whole = begun - self._asked < LIFE_SECONDS or self._leave_gaps()
+                whole = self._leave_gaps(all_logs=begun - self._asked >= LIFE_SECONDS)
                 if whole:
                     self._follow()
             except Exception as error:  # a store may raise anything, and the thread must survive it
@@ -244,40 +250,63 @@ class Follower:
                 return time.monotonic() - begun > LIFE_SECONDS  # frozen meanwhile: the store may have come back
         return self._breaker.allow()
 
-    def _leave_gaps(self) -> bool:
+    def _leave_gaps(self, *, all_logs: bool) -> bool:
         """Forget what came from logs that retention has cut further than they were read: an erasure may be gone.
 
-        Returns whether none has a gap any more. A tenant with running requests cannot be forgotten, and is `outdated`.
+        all_logs: else only of those that could not be read for a while. Returns whether none has a gap any more. A
+        tenant with running requests cannot be forgotten, and is `outdated`.
         """
-        with self._wake:
-            logs = dict(self._logs)
         outdated = set()
-        for name, log in logs.items():
-            if self._store.history(name, log.erased) == "trimmed":
-                end = self._store.newest(name)
-                if self._forget(log.tenant):
-                    log.cursor = log.erased = end
-                else:
-                    outdated.add(log.tenant)
+        for name, log in self._to_follow().items():
+            if not (all_logs or log.breaker.failing):
+                continue
+            with self._alone(name, log):
+                if self._store.history(name, log.erased) == "trimmed":
+                    end = self._store.newest(name)
+                    if self._forget(log.tenant):
+                        log.cursor = log.erased = end
+                    else:
+                        outdated.add(log.tenant)
         self.outdated = frozenset(outdated)
         return not outdated
 
     def _follow(self) -> None:
         """Wait for new entries once, and deal with them."""
-        with self._wake:
-            logs = dict(self._logs)
-        for log in logs.values():
-            for session in tuple(log.late):
-                self._erase_again(log.tenant, session)
-                log.late.remove(session)
+        for name, log in self._to_follow().items():
+            with self._alone(name, log):
+                for session in tuple(log.late):
+                    self._erase_again(log.tenant, session)
+                    log.late.remove(session)
+        logs = self._to_follow()
         found = self._store.wait({name: log.cursor for name, log in logs.items()}, _WAIT_SECONDS)
         behind = 0
-        for name in found:
-            if not self._read(name, logs[name]):
-                self._look_ahead(name, logs[name])
-                behind += 1
+        for name, log in logs.items():
+            with self._alone(name, log):
+                if name in found and not self._read(name, log):
+                    self._look_ahead(name, log)
+                    behind += 1
+                if log.breaker.success():
+                    logger.warning("agentspec: the log %s can be followed again", name)
         with self._wake:
             self._counts.behind = behind
+
+    def _to_follow(self) -> dict[str, _Log]:
+        """Return the logs that may be read now: all but those that the store has refused to read lately."""
+        with self._wake:
+            return {name: log for name, log in self._logs.items() if log.breaker.wait() == 0.0}
+
+    @contextmanager
+    def _alone(self, name: str, log: _Log) -> Iterator[None]:
+        """Leave a log alone for a while if the store refuses it by itself, so that the others are followed."""
+        try:
+            yield
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:
+            with self._wake:
+                self._counts.failed += 1
+            if log.breaker.failure():
+                logger.warning("agentspec: the log %s cannot be followed, the others are: %s", name, error)
 
     def _read(self, namespace: str, log: _Log) -> bool:
         """Deliver a log's new records, as long as there is time. Returns whether that was all."""

@@ -196,7 +196,13 @@ class RedisStore:
         found: set[str] = set()
         for page in (names[at : at + _PAGE] for at in range(0, len(names), _PAGE)):
             shards = [(name, shard) for name in page for shard in self._shards(name, place)]
-            held = self._client.commands(("HGET", f"{shard.tag}sessions", session) for _, shard in shards)
+            commands = [("HGET", f"{shard.tag}sessions", session) for _, shard in shards]
+            try:
+                held = self._client.commands(commands)
+            except StoreUnavailableError:
+                raise
+            except StoreError:  # of one log
+                held = [self._answer(command) for command in commands]
             found.update(name for (name, _), usage in zip(shards, held, strict=True) if usage is not None)
             courtesy.pause()
         return sorted(found)
@@ -248,6 +254,16 @@ class RedisStore:
     def keys(self, pattern: str) -> set[str]:
         """Return the keys that match a pattern, on all nodes of a Cluster."""
         return self._client.keys(pattern)
+
+    def _answer(self, command: Sequence[str]) -> Any:
+        """Return a command's answer; None if the server refuses it for its key, which something else owns."""
+        try:
+            return self.command(*command)
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:
+            logger.warning("agentspec: a log is passed over: %s", error)
+            return None
 
     def _number_of(self, namespace: str, batch: int) -> int:
         """Return the number of an append, whose hash is ``batch``: its former number if it is tried again.

@@ -10,7 +10,7 @@ from agentspec.cache.store.redis_client import RedisClient
 from agentspec.cache.store.redis_index import LogIndex
 from agentspec.cache.store.redis_losses import IDLE_SECONDS
 from agentspec.cache.store.redis_shard import RedisShard
-from agentspec.errors import StoreUnavailableError
+from agentspec.errors import StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,16 @@ class Trimming:
         if doomed is None:
             return False
         shard = self._shard(doomed)
-        left = shard.sweep() > 0
+        try:
+            left = shard.sweep() > 0
+            state = shard.state(IDLE_MS)[0]
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:  # of this shard, so the others are trimmed
+            logger.debug("agentspec: an erasure could not be ended: %s", error)
+            return False
         if left:
-            self._index.note(shard.name, shard.state(IDLE_MS)[0])
+            self._index.note(shard.name, state)
         else:
             self._index.spare(doomed)
         return left
@@ -82,7 +89,7 @@ class Trimming:
                     self._index.remove(namespace)
                     if not all(shard.state(IDLE_MS)[1] for shard in self._shards(namespace, None)):
                         self._index.enter(namespace)  # somebody has appended to it meanwhile
-            except StoreUnavailableError as error:  # only one node may be away
+            except StoreError as error:  # only one node may be away, or something else own this log's keys
                 logger.debug("agentspec: a log could not be looked at: %s", error)
             courtesy.pause()
 
@@ -114,6 +121,8 @@ class Trimming:
                 except StoreUnavailableError as error:
                     parts_away.add(part)
                     away = error
+                except StoreError as error:  # of this shard
+                    logger.debug("agentspec: a log could not be trimmed: %s", error)
             if state is None:
                 heapq.heappop(oldest)
                 continue

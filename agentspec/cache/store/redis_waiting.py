@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from agentspec.cache.store.redis_client import Notices, RedisClient
 from agentspec.cache.store.redis_layout import Layout
 from agentspec.cache.store.redis_shard import Id
-from agentspec.errors import StoreUnavailableError
+from agentspec.errors import StoreError, StoreUnavailableError
 
 _LOOK_SECONDS = 1.0  # between two looks at all logs that are waited for, in case that a notice was lost
 
@@ -28,7 +28,10 @@ class Waiting:
         self._lock = threading.Lock()
 
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
-        """Return the logs that have entries behind their cursors; waits up to ``timeout`` seconds for the first."""
+        """Return the logs that have entries behind their cursors; waits up to ``timeout`` seconds for the first.
+
+        Logs that cannot be asked by themselves are among them, so that whoever reads them gets the error.
+        """
         deadline = time.monotonic() + timeout
         lows = {name: self._layout.read_cursor("cursors", at) for name, at in cursors.items()}
         channels = {self._layout.channel(name): name for name in cursors}
@@ -44,8 +47,8 @@ class Waiting:
                     if now >= self._look_at:
                         self._quiet, self._look_at = {}, now + _LOOK_SECONDS
                     changed = sorted(name for name, at in cursors.items() if self._quiet.get(name) != at)
-                    ends = self._reachable_ends(changed)
-                    found = [name for name in ends if any(map(operator.lt, lows[name], ends[name]))]
+                    ends, refused = self._reachable_ends(changed)
+                    found = [name for name in ends if any(map(operator.lt, lows[name], ends[name]))] + refused
                     self._quiet |= {name: cursors[name] for name in set(changed).difference(found)}
                     left = deadline - time.monotonic()
                     if found or left <= 0:
@@ -61,18 +64,29 @@ class Waiting:
         self._notices.drop()
         self._client.close()
 
-    def _reachable_ends(self, namespaces: Sequence[str]) -> dict[str, list[Id]]:
-        """Return the newest ids of those logs whose node answers. Raise StoreUnavailableError if none does."""
+    def _reachable_ends(self, namespaces: Sequence[str]) -> tuple[dict[str, list[Id]], list[str]]:
+        """Return the newest ids of those logs whose node answers, and the logs that the server refuses to read.
+
+        Raise StoreUnavailableError if no node answers.
+        """
         parts: dict[str, list[str]] = {}
         for namespace in namespaces:
             parts.setdefault(self._layout.part(self._client, namespace), []).append(namespace)
         ends: dict[str, list[Id]] = {}
+        refused: list[str] = []
         away = None
-        for names in parts.values():
+        to_ask = list(parts.values())
+        while to_ask:
+            names = to_ask.pop()
             try:
                 ends |= self._layout.ends(self._client, names)
             except StoreUnavailableError as error:
                 away = error
+            except StoreError:  # of one log, which is asked for by itself then
+                if len(names) == 1:
+                    refused += names
+                else:
+                    to_ask += [[name] for name in names]
         if away is not None and not ends:
             raise away
-        return ends
+        return ends, refused

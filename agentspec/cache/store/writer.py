@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 
-from agentspec.cache.store.aside import QueuedRecord, SetAside
+from agentspec.cache.store.aside import QueuedRecord, SetAside, is_log, log_part
 from agentspec.cache.store.base import QUEUE_BYTES, NewEntry, Retention, Store
 from agentspec.cache.store.breaker import CircuitBreaker, State
 from agentspec.cache.store.courtesy import Courtesy
@@ -29,8 +29,9 @@ class WriterStats:
 
     persisted: records that the store has acknowledged. dropped: records discarded because the queue was full, or at
     close. refused: records that could not be encoded or that the store will never accept. erased: records discarded
-    because their session was erased. failed: appends that failed; their records stay queued. trimmed: entries that
-    retention removed from the store. trim_failed: failed attempts to remove some. state: the breaker's.
+    because their session was erased. failed: appends that failed; their records stay queued. refused_logs: that it
+    refuses. trimmed: entries that retention removed from the store. trim_failed: failed attempts to remove some. state:
+    the breaker's.
     """
 
     persisted: int = 0
@@ -40,6 +41,7 @@ class WriterStats:
     failed: int = 0
     queued: int = 0
     queued_bytes: int = 0
+    refused_logs: int = 0
     trimmed: int = 0
     trim_failed: int = 0
     state: State = "closed"
@@ -54,8 +56,8 @@ class BackgroundWriter:
 
     Each log gets its records in the order of ``put``, which never blocks and never raises. While the store is
     unavailable, records wait, up to ``max_entries`` and ``max_bytes``; beyond that the oldest are dropped and counted.
-    While a part of the store is away, the logs of its other parts go on. An outage and its end are logged once each.
-    Between appends the thread removes what exceeds ``retention``, a slice at a time. Close the writer before the store.
+    While a part of the store is away, or it refuses one log, the other logs go on. An outage and its end are logged
+    once each. Between appends the thread removes what exceeds ``retention``, by slices. Close it before the store.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class BackgroundWriter:
                 self._counts,
                 queued=self._waiting(),
                 queued_bytes=self._bytes,
+                refused_logs=self._aside.refused_logs(),
                 trimmed=self._trimmer.removed,
                 trim_failed=self._trimmer.failed,
                 state="open" if self._aside else self._breaker.state,
@@ -201,9 +204,12 @@ class BackgroundWriter:
                 continue
             if (error := self._append(namespace, items)) is None:
                 continue
-            part = self._store.part(namespace) if isinstance(error, StoreUnavailableError) else ""
+            if not isinstance(error, StoreUnavailableError):
+                self._put_back(log_part(namespace), items, error)
+                continue
+            part = self._store.part(namespace)
             if not part:
-                self._requeue(items, error)
+                self._requeue(error)
                 return
             if self._set_aside(part, items, failed=True).failure():
                 logger.warning("agentspec: a part of the store is lost (%s); the others are written to", error)
@@ -249,19 +255,26 @@ class BackgroundWriter:
                 if isinstance(error, StoreUnavailableError):
                     breaker.failure()
                     break
-                if breaker.success():
-                    logger.warning("agentspec: a part of the store is back; %d records wait for it", len(self._aside))
+                if error is not None and is_log(part):
+                    if breaker.state == "open":
+                        break
+                elif breaker.success():
+                    what = f"a {part}" if is_log(part) else "a part of the store"
+                    logger.warning("agentspec: %s is back; %d records wait for it", what, len(self._aside))
 
     def _put_back(self, part: str, items: list[QueuedRecord], error: Exception) -> None:
-        """Let an append wait again: in halves, if the store will never accept it, until the bad record is alone."""
+        """Let an append wait again: in halves, if it is refused, until the bad record is alone or the log is bad."""
         passing = isinstance(error, StoreUnavailableError)
         with self._work:
             self._counts.failed += 1
-            self._in_flight.clear()
+            self._take_from_batch(items)
             if len(items) == 1 and not passing:
                 self._counts.refused += 1
                 self._bytes -= items[0].size
                 self._log_refusal(error)
+                if is_log(part) and self._aside.add(part, ()).failure():
+                    message = "agentspec: the %s is refused by the store (%s); its records wait, the other logs go on"
+                    logger.warning(message, part, error)
             else:
                 middle = 0 if passing else len(items) // 2
                 self._aside.add(part, self._without(self._forgotten, items[middle:]), first=True)
@@ -295,9 +308,8 @@ class BackgroundWriter:
             self._let_go(items)
             left, dropped = len(self._queue) + len(self._in_flight), self._counts.dropped
         if recovered:
-            logger.warning(
-                "agentspec: the store is back; %d records wait to be written, %d were dropped", left, dropped
-            )
+            message = "agentspec: the store is back; %d records wait to be written, %d were dropped"
+            logger.warning(message, left, dropped)
 
     def _log_refusal(self, error: Exception) -> None:
         """Log why a record is given up, for the first one."""
@@ -305,32 +317,22 @@ class BackgroundWriter:
             self._refusal_logged = True
             logger.warning("agentspec: a record cannot be stored: %s; further ones are only counted", error)
 
-    def _requeue(self, items: list[QueuedRecord], error: Exception) -> None:
-        """Queue the rest of a batch again, because the append of ``items``, its next records of one log, failed.
-
-        If the store will never accept them, try half of them, until the bad record is alone.
-        """
-        passing = isinstance(error, StoreUnavailableError)
+    def _requeue(self, error: StoreUnavailableError) -> None:
+        """Queue the rest of a batch again, because the append of its next records failed: the store is away."""
         with self._work:
             self._counts.failed += 1
-            if len(items) == 1 and not passing:
-                self._counts.refused += 1
-                self._let_go(items)
-                self._log_refusal(error)
-            else:
-                # The retry sends the same records, so that a store can recognise an append that it already has.
-                self._limit = len(self._in_flight) if passing else len(items) // 2
+            # The retry sends the same records, so that a store can recognise an append that it already has.
+            self._limit = len(self._in_flight)
             self._queue.extendleft(reversed(self._without(self._forgotten, self._in_flight)))
             self._in_flight.clear()
             self._end_flight()
             self._shorten()
             queued, closing = len(self._queue), self._closing()
         self._breaker.failure()
-        if passing and self._breaker.state == "open" and not self._lost:
+        if self._breaker.state == "open" and not self._lost:
             self._lost = True
-            logger.warning(
-                "agentspec: the store is lost (%s); %d records wait, decoding goes on without it", error, queued
-            )
+            message = "agentspec: the store is lost (%s); %d records wait, decoding goes on without it"
+            logger.warning(message, error, queued)
         if closing:
             time.sleep(_CLOSING_DELAY)
 

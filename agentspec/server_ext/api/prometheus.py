@@ -76,9 +76,11 @@ _GAUGES = (
     _Figure("tenants", "cache.tenants", "Tenants in memory."),
     _Figure("store_queued_records", "store.writer.queued", "Records that wait to be written."),
     _Figure("store_queued_bytes", "store.writer.queued_bytes", "Bytes of the records that wait to be written."),
+    _Figure("store_refused_logs", "store.writer.refused_logs", "Logs whose records the store refuses; they wait."),
     _Figure("store_loading_sessions", "store.loader.pending", "Sessions that wait to be read from the store."),
     _Figure("follower_logs", "store.follower.logs", "Tenants whose logs are followed."),
     _Figure("follower_behind_logs", "store.follower.behind", "Followed logs that hold more than was read."),
+    _Figure("follower_refused_logs", "store.follower.refused", "Followed logs that the store refuses to read."),
     _Figure("follower_delay_ms", "store.follower.delay_ms", "Age of another engine's newest turn when it arrived."),
     _Figure("verify_cost_ratio", "verify_cost.cost", "Price of verifying one more token, as a share of a step."),
 )

@@ -128,7 +128,7 @@ class Persistence:
                     self._follower.begin(log, tenant, used_too=True)
                     all_told = log in places and self._store.history(log, places[log]) == "whole"
             except StoreError as error:
-                known = False
+                known = not isinstance(error, StoreUnavailableError)  # otherwise only this log cannot be read
                 logger.warning("agentspec: saved suffix indexes are not used, what was erased is unknown: %s", error)
             if not all_told:
                 self._forget(cache, tenant)
