@@ -3,7 +3,7 @@
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ import httpx
 import typer
 
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
+from agentspec.files import replacing
 from agentspec.private_files import create_private
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -122,23 +123,19 @@ def write_private(path: Path, data: bytes) -> None:
 
     Raises OSError. A file that cannot be written whole, as on a full disk, is left as it was.
     """
-    target = path.resolve()  # so that a link still names the file afterwards
+    target = path.resolve()
     if target.exists() and not target.is_file():  # a pipe or a device
         path.write_bytes(data)
         return
     warning = create_private(target) if target.exists() else None
-    part = target.with_name(target.name + ".part")
     try:
-        create_private(part)
-        part.write_bytes(data)
-        if target.exists():
-            part.chmod(stat.S_IMODE(target.stat().st_mode))
-        part.replace(target)
+        with replacing(target) as part:
+            create_private(part)
+            part.write_bytes(data)
+            if target.exists():
+                part.chmod(stat.S_IMODE(target.stat().st_mode))
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        with suppress(OSError):  # mostly there is none any more
-            part.unlink()
     if warning:
         typer.echo(f"warning: {warning}", err=True)
 

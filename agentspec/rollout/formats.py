@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from agentspec.errors import ConfigurationError
+from agentspec.files import replacing
 from agentspec.rollout.journal import Sample, as_text
 
 _LEAST_DEVIATION = 1e-4
@@ -47,7 +48,8 @@ def write_trl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Calla
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"completions_{epoch:05d}.parquet"
-    _replace(path, lambda place: parquet.write_table(table, place))
+    with replacing(path) as part:
+        parquet.write_table(table, part)
     return path
 
 
@@ -63,7 +65,8 @@ def write_verl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Call
         lines.append(as_text({**line, "score": sample.reward, "step": epoch}) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{epoch}.jsonl"
-    _replace(path, lambda place: place.write_text("".join(lines), encoding="utf-8", errors="replace"))
+    with replacing(path) as part:
+        part.write_text("".join(lines), encoding="utf-8", errors="replace")
     return path
 
 
@@ -103,9 +106,3 @@ def _ordered(samples: Sequence[Sample]) -> list[Sample]:
 def _ground_truth(fields: Mapping[str, Any]) -> Any:
     model = fields.get("reward_model")
     return model.get("ground_truth") if isinstance(model, Mapping) else fields.get("answer")
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    part = path.with_name(path.name + ".part")
-    write(part)
-    part.replace(path)

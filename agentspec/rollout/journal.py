@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from agentspec.errors import InvalidInputError
+from agentspec.files import replacing
 
 
 class Key(NamedTuple):
@@ -153,20 +154,18 @@ class Journal:
 
     def _put_in_place(self, samples: Mapping[Key, Sample]) -> int:
         """Replace the file by one with these samples in place of those of their keys. Return its descriptor."""
-        path = self.path.resolve()  # so that a link still names the file afterwards
-        part = path.with_name(path.name + ".part")
-        file = os.open(part, _FLAGS | os.O_TRUNC, 0o600)
+        file = -1
         try:
-            _lock(file)  # before it has the name by which others open it
-            os.fchmod(file, stat.S_IMODE(os.fstat(self._file).st_mode))
-            with open(file, "ab", closefd=False) as new:
-                for sample in self.samples():
-                    new.write(_line(samples.get(sample.key, sample)))
-            os.fsync(file)
-            part.replace(path)
+            with replacing(self.path, sync=True) as part:
+                file = os.open(part, _FLAGS | os.O_TRUNC, 0o600)
+                _lock(file)  # before it has the name by which others open it
+                os.fchmod(file, stat.S_IMODE(os.fstat(self._file).st_mode))
+                with open(file, "ab", closefd=False) as new:
+                    for sample in self.samples():
+                        new.write(_line(samples.get(sample.key, sample)))
         except BaseException:
-            os.close(file)
-            part.unlink(missing_ok=True)
+            if file >= 0:
+                os.close(file)
             raise
         return file
 

@@ -1,18 +1,15 @@
 """Read the problems of a rollout from JSON lines or parquet."""
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentspec.errors import InvalidInputError, first_line
+from agentspec.files import read_lines
 from agentspec.identifiers import check_session_id
 
-_GZIP = b"\x1f\x8b"
-"""First bytes of a file that gzip compressed."""
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
 
@@ -52,7 +49,7 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         if line.strip():
             place = f"{path}, line {number}"
             try:
@@ -60,15 +57,6 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             except (ValueError, RecursionError) as error:
                 raise InvalidInputError(f"{place}: not JSON in UTF-8 ({error}); write one JSON object a line") from None
             yield place, row
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as raw:
-        compressed = raw.peek(2)[:2] == _GZIP
-        try:
-            yield from gzip.GzipFile(fileobj=raw) if compressed else raw
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise InvalidInputError(f"{path}: cannot be read: {error}; compress it again") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -8,13 +8,11 @@ what follows the session's previous prompt and response. Text (`prompt`, `respon
 a tokenizer is given. Fields of other names are left alone.
 """
 
-import gzip
 import json
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,13 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentspec.cache.arguments import MAX_VOCAB, as_tokens
 from agentspec.cache.types import Int32Array
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, first_line
+from agentspec.files import read_lines
 from agentspec.identifiers import check_session_id
 
 Progress = Callable[[int], None]
 Tokenizer = Callable[[str], Sequence[int]]
-
-_GZIP = b"\x1f\x8b"
-"""First bytes of a file that gzip compressed."""
 
 
 class Record(BaseModel):
@@ -65,7 +61,7 @@ def read_calls(
     *,
     tokenizer: Tokenizer | None = None,
     tenant: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda read: None,
 ) -> Iterator[Call]:
     """Yield the file's calls one by one. Only the last text of each session stays in memory.
 
@@ -73,7 +69,9 @@ def read_calls(
     gets the number of bytes read so far. Raises InvalidInputError naming file, line and field.
     """
     last: dict[tuple[str | None, str], Int32Array] = {}
-    for line, text in _lines(path, progress):
+    for line, text in enumerate(read_lines(path, progress), 1):
+        if not text.strip():
+            continue
         try:
             call = _call(line, _record(text), tokenizer, tenant, last)
         except AgentSpecError as error:
@@ -111,21 +109,6 @@ def open_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
         raise ConfigurationError(
             f"{option} {name}: cannot be loaded ({first_line(error)}); give a tokenizer.json or the folder of a model"
         ) from error
-
-
-def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes]]:
-    """Yield every line that is not blank, with its number, counted from 1."""
-    try:
-        with path.open("rb") as raw:
-            compressed = path.suffix == ".gz" or raw.peek(2)[:2] == _GZIP
-            lines: BinaryIO = gzip.GzipFile(fileobj=raw) if compressed else raw  # type: ignore[assignment]
-            for number, text in enumerate(lines, 1):
-                if progress is not None and raw.seekable():  # a pipe has no position
-                    progress(raw.tell())
-                if text.strip():
-                    yield number, text
-    except (OSError, EOFError, zlib.error) as error:
-        raise InvalidInputError(f"{path}: cannot be read: {error}; give a file of JSON lines") from error
 
 
 def _record(text: bytes) -> Record:

@@ -6,7 +6,6 @@ the same ones even if a source has grown.
 
 import hashlib
 import json
-import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from agentspec.cache.store import (
 )
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.errors import InvalidInputError, first_line
+from agentspec.files import replacing
 from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.settings import Settings
@@ -166,19 +166,6 @@ def cut(conversation: Conversation, max_length: int) -> Conversation:
 
 
 @contextmanager
-def whole(file: Path) -> Iterator[Path]:
-    """Yield a path to write to, and move what was written there to ``file`` when the block ends.
-
-    So a run that was cut off, by a power failure too, leaves a whole file or none.
-    """
-    partial = file.with_suffix(".part")
-    yield partial
-    with partial.open("rb") as written:
-        os.fsync(written.fileno())
-    partial.replace(file)
-
-
-@contextmanager
 def readable(file: Path, remove: Path | None = None) -> Iterator[None]:
     """Raise InvalidInputError for a damaged file. remove: what to remove, so that it is made again; None: the file."""
     try:
@@ -274,7 +261,7 @@ def _save(conversations: Sequence[Conversation], file: Path) -> None:
         "lengths": torch.tensor([len(conversation.tokens) for conversation in conversations]),
         "responses": torch.tensor([(i, *span) for i, each in enumerate(conversations) for span in each.responses]),
     }
-    with whole(file) as partial:
+    with replacing(file, sync=True) as partial:
         save_file(tensors, partial, {"sessions": json.dumps([conversation.session for conversation in conversations])})
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
-from agentspec.train.corpus import Conversation, readable, whole
+from agentspec.files import replacing
+from agentspec.train.corpus import Conversation, readable
 
 _SHARD_ROWS = 32_768
 _FORWARD_TOKENS = 8_192
@@ -188,7 +189,7 @@ def _write(conversations: Sequence[Conversation], file: Path, target: Target, pr
                 hidden.append(state[start - 1 : end - 1].cpu())
                 tokens.append(torch.from_numpy(conversation.tokens[start:end].copy()))
         progress(sum(len(conversation.tokens) for conversation in batch))
-    with whole(file) as partial:
+    with replacing(file, sync=True) as partial:
         save_file({"hidden": torch.cat(hidden), "tokens": torch.cat(tokens)}, partial)
 
 

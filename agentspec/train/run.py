@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentspec.errors import ConfigurationError
+from agentspec.files import replacing
 from agentspec.server_ext.speculator import save_speculator
 from agentspec.server_ext.speculator.checkpoint import read_config
 from agentspec.server_ext.speculator.config import MODEL_TYPE
 from agentspec.train.config import PromptsSource, TrainingConfig
-from agentspec.train.corpus import Conversation, Corpus, folder_of, gather, readable, whole
+from agentspec.train.corpus import Conversation, Corpus, folder_of, gather, readable
 from agentspec.train.evaluate import Acceptance, measure
 from agentspec.train.generate import answer_prompts
 from agentspec.train.hidden_states import HiddenStates, Target, extract, target_shape
@@ -136,7 +137,7 @@ class _Run:
                     f"loss: lk needs the target's distribution, and the logits of {self.config.model.name_or_path} "
                     "are more than its head applied to its hidden states; write cross_entropy"
                 )
-            with whole(file) as partial:
+            with replacing(file, sync=True) as partial:
                 save_file({"head": weights.contiguous()}, partial)
         with readable(file):
             return load_file(file)["head"]

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from agentspec.errors import ConfigurationError
+from agentspec.files import replacing
 from agentspec.server_ext.speculator import Speculator, SpeculatorConfig, build_speculator
 from agentspec.server_ext.speculator.config import METHODS
 from agentspec.train.config import Model, TrainingConfig
-from agentspec.train.corpus import readable, whole
+from agentspec.train.corpus import readable
 from agentspec.train.hidden_states import HiddenStates, Response, TargetShape
 
 PIECE = 256
@@ -233,7 +234,7 @@ class Trainer:
             "seconds": self.seconds,
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with whole(self._file) as partial:
+        with replacing(self._file, sync=True) as partial:
             torch.save(state, partial)
 
     def forget(self) -> None:

@@ -1,7 +1,8 @@
 """What trainers read: TRL's parquet and rollout_func, verl's JSON lines, and Hugging Face datasets."""
 
+import errno
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,24 @@ def test_trls_parquet(tmp_path: Path) -> None:
         "reward": 1.0,
         "advantage": None,
     }
+
+
+@pytest.mark.parametrize("write", [write_trl, write_verl])
+def test_an_epoch_that_cannot_be_written_whole_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]
+) -> None:
+    if write is write_trl:
+        pytest.importorskip("pyarrow")
+    path = write(SAMPLES, tmp_path, 0, decode)
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(SAMPLES[:1], tmp_path, 0, decode)
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
 
 
 def test_an_epoch_without_rewards_has_the_columns_of_the_others(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_goes_on_where_it_was_cut_off(target: Path, calls: Path, tmp_path: Path,
     files = sorted(tmp_path.glob("*.safetensors"))
     before = [file.read_bytes() for file in files]
     files[1].unlink()
-    (tmp_path / "hidden-00001.part").write_bytes(b"half")
+    (tmp_path / "hidden-00001.safetensors.part").write_bytes(b"half")
     extract(conversations, tmp_path, open_target, progress)
     assert (opened, done) == (2, 2 * total)
     assert [file.read_bytes() for file in files] == before

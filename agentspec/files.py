@@ -1,0 +1,54 @@
+"""Read files of lines that gzip may have compressed, and write files that are whole or not there."""
+
+import gzip
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from agentspec.errors import InvalidInputError
+
+_GZIP = b"\x1f\x8b"
+"""First bytes of a file that gzip compressed."""
+
+
+def read_lines(path: Path, progress: Callable[[int], None] = lambda read: None) -> Iterator[bytes]:
+    """Yield the lines of a file, also of one that gzip compressed, whatever its name is.
+
+    progress: gets the number of bytes read so far. Raises InvalidInputError for a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as raw:
+            compressed = raw.peek(2)[:2] == _GZIP
+            lines: BinaryIO = gzip.GzipFile(fileobj=raw) if compressed else raw  # type: ignore[assignment]
+            for line in lines:
+                if raw.seekable():  # a pipe has no position
+                    progress(raw.tell())
+                yield line
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InvalidInputError(f"{path}: cannot be read: {error}; compress it again") from error
+    except OSError as error:
+        raise InvalidInputError(f"{path}: cannot be read: {error.strerror}; give a file of JSON lines") from error
+
+
+@contextmanager
+def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
+    """Yield a path to write to. What is written there takes the place of ``path`` when the block ends.
+
+    If the block raises, as on a full disk, ``path`` is as it was, and nothing is left beside it. A link goes on naming
+    its file. sync: whether a power failure, too, leaves either file whole.
+    """
+    target = path.resolve()
+    part = target.with_name(target.name + ".part")
+    try:
+        yield part
+        if sync:
+            with part.open("rb") as written:
+                os.fsync(written.fileno())
+        part.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
