@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from agentspec.cli.tables import print_table
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _LOG_SECONDS = 60.0
 """Where a log takes the place of a terminal, progress is a line each so many seconds, and one at an epoch's end."""
+_COLUMNS = (TextColumn("{task.completed}/{task.total} {task.description}"), BarColumn(), TimeRemainingColumn())
+"""Progress in a terminal. The count comes first, because a narrow one cuts the end of the line off."""
 
 
 class Format(StrEnum):
@@ -139,10 +141,9 @@ def rollout(
         generator = RolloutGenerator(
             started, journal, reward=judge, reward_seconds=reward_timeout, update_weights=update
         )
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         table = _table()
         console, total, said = Console(stderr=True), len(tasks) * samples * epochs, time.monotonic()
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        with Progress(*_COLUMNS, console=console, disable=not console.is_terminal) as bars:
             bar = bars.add_task("epoch 0", total=total)
 
             def show(figures: "EpochFigures", complete: bool = False) -> None:
@@ -164,8 +165,9 @@ def rollout(
 
 
 def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that make the engine draft, or with ``plain`` sample without drafts.
+    """Return the options that make the engine draft, or with ``plain`` those of vLLM without agentspec.
 
+    With ``plain`` agentspec's options are checked all the same, so that a command can be run with it and without.
     given: options of --engine, from which those that concern drafts are taken. settings: agentspec's, from options of
     their own.
     """
@@ -173,13 +175,14 @@ def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, An
     from agentspec.rollout.generator import PLAIN_OPTIONS
     from agentspec.server_ext.vllm_adapter.speculative_config import SWITCH
 
-    if plain:
-        os.environ[SWITCH] = "0"
-        return PLAIN_OPTIONS
     additional = _object(given, "additional_config")
     drafting = _object(additional, "agentspec") | settings
     method = _object(given, "speculative_config") or None
     options = rollout_options(speculative_config=method, **drafting)
+    if plain:
+        os.environ[SWITCH] = "0"
+        own = {"additional_config": additional, "speculative_config": method}
+        return PLAIN_OPTIONS | {name: value for name, value in own.items() if value}
     options["additional_config"] |= additional
     return options
 

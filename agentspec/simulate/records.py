@@ -26,6 +26,9 @@ from agentspec.identifiers import check_session_id
 Progress = Callable[[int], None]
 Tokenizer = Callable[[str], Sequence[int]]
 
+_HUB_SECONDS = 5.0
+"""Longest wait for the hub of models to answer."""
+
 
 class Record(BaseModel):
     """Hold one line of the file, as it stands there."""
@@ -99,7 +102,8 @@ def open_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
             return lambda text: list(fast.encode(text, add_special_tokens=False).ids)
         from transformers import AutoTokenizer
 
-        slow: Any = AutoTokenizer.from_pretrained(name)
+        local = not path.exists() and not _answers(name)
+        slow: Any = AutoTokenizer.from_pretrained(name, local_files_only=local)
         return lambda text: list(slow.encode(text, add_special_tokens=False))
     except ImportError as error:
         raise ConfigurationError(
@@ -109,6 +113,23 @@ def open_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
         raise ConfigurationError(
             f"{option} {name}: cannot be loaded ({first_line(error)}); give a tokenizer.json or the folder of a model"
         ) from error
+
+
+def _answers(model: str) -> bool:
+    """Return whether the hub answers when it is asked for a model.
+
+    It is asked once: transformers repeats a question that cannot be sent for most of a minute.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().model_info(model, timeout=_HUB_SECONDS)
+    except HfHubHTTPError:  # transformers says what it means
+        return True
+    except Exception:  # the libraries raise whatever they like
+        return False
+    return True
 
 
 def _record(text: bytes) -> Record:

@@ -21,6 +21,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_switch(cls, values: Any) -> Any:
+        for name, field in cls.model_fields.items():
+            value = values.get(name) if isinstance(values, dict) else None
+            given = value if isinstance(value, list) else [value]
+            if field.annotation is not bool and any(isinstance(each, bool) for each in given):
+                raise ValueError(f"{name}: true and false are no values of it")  # true would count as 1
+        return values
+
 
 class RecordsSource(Section):
     """Train on recorded calls in the format of ``agentspec simulate``."""

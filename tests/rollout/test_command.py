@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from agentspec.cli import rollout
 from agentspec.cli.app import main
@@ -196,6 +197,39 @@ def test_engine_options_go_together_with_the_others(
     assert "--model" in capsys.readouterr().err
     assert not command(monkeypatch, *base, "--engine", '{"additional_config": 3}')
     assert "--engine: additional_config must be a JSON object, got int" in capsys.readouterr().err
+
+
+def test_a_plain_rollout_checks_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
+) -> None:
+    """The command that drafts, with --plain behind it, is what it is compared with."""
+    base = [str(problems), "--out", str(problems.parent / "out.jsonl"), "--plain"]
+    for wrong, said in (
+        (("--max-draft", "-4"), "got -4"),
+        (("--verify-cost", "7"), "verify_cost"),
+        (("--engine", '{"additional_config": {"agentspec": {"history_windwo": "2 weights"}}}'), "history_windwo"),
+    ):
+        assert not command(monkeypatch, *base, *wrong)
+        assert said in capsys.readouterr().err
+    engine = {
+        "additional_config": {"agentspec": {"history_window": "2 weights"}, "platform": 1},
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+    }
+    made = command(monkeypatch, *base, "--engine", json.dumps(engine), "--max-draft", "4")
+    assert made["additional_config"] == {"platform": 1}  # agentspec's section makes an engine draft with it
+    assert made["speculative_config"] == engine["speculative_config"]
+    made = command(monkeypatch, *base)
+    assert not made.keys() & {"additional_config", "speculative_config"}
+
+
+@pytest.mark.parametrize("width", [24, 40, 80, 200])
+def test_progress_in_a_narrow_terminal_has_the_count(width: int) -> None:
+    bars = Progress(*rollout._COLUMNS, console=Console(file=io.StringIO(), width=width, force_terminal=True))
+    bars.add_task("epoch 11: 12,345 tokens/s, 55% of drafts accepted", total=524_288, completed=300_000)
+    shown = io.StringIO()
+    Console(file=shown, width=width).print(bars.get_renderable())
+    (line,) = shown.getvalue().splitlines()
+    assert "300000/524288 epoch 11" in line
 
 
 def test_an_option_wins_over_the_same_value_among_engine_options(

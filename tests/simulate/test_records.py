@@ -2,7 +2,11 @@
 
 import gzip
 import json
+import os
+import socket
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +116,34 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
         file.write_bytes(content)
     with pytest.raises(InvalidInputError, match=r"a\.jsonl\.gz: cannot be read"):
         list(read_calls(file))
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
+    """Transformers asked for most of a minute. The hub's address is read when the library is imported."""
+    pytest.importorskip("transformers")
+    asked = 0
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+
+        def answer() -> None:
+            nonlocal asked
+            while True:
+                try:
+                    connection, _ = hub.accept()
+                except OSError:
+                    return
+                asked += b"no/model" in connection.recv(200)
+                connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        code = "from agentspec.simulate import open_tokenizer; open_tokenizer('no/model')"
+        ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+        hub.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert "ConfigurationError: --tokenizer no/model: cannot be loaded" in ran.stderr
+    assert asked == 1
 
 
 def test_text_becomes_tokens(tmp_path: Path) -> None:

@@ -68,6 +68,14 @@ def test_reads_the_published_recipe(tmp_path: Path, settings: dict[str, Any]) ->
         (("train_iters",), 10**400, "train_iters: "),
         (("seed",), 2**70, "seed: "),
         (("optimizer",), {"betas": [5, 0.9]}, "optimizer.betas.0: "),
+        (("optimizer",), {"lr": True}, "optimizer: lr: true and false are no values of it"),
+        (("optimizer",), {"betas": [False, 0.9]}, "optimizer: betas: true and false are no values of it"),
+        (("micro_batch_size",), True, "micro_batch_size: true and false"),
+        (
+            ("data", "sources"),
+            [{"type": "prompts", "path": "p", "max_tokens": 8, "temperature": True}],
+            "temperature: true",
+        ),
     ],
 )
 def test_names_the_field(
