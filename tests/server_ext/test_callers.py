@@ -2,14 +2,17 @@
 
 import hashlib
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from agentspec.cache.store import NewEntry, open_store
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.identity.callers import NOBODY, ApiKeysFile, Caller, Callers, Presented, shows_admin_key
-from agentspec.server_ext.identity.server_secrets import admin_key, server_secret
+from agentspec.server_ext.identity.server_secrets import admin_key, keep_secret, server_secret
 from agentspec.server_ext.settings import Settings, load_settings
+from agentspec.testing.redis_server import RedisServer
 
 SECRET = b"the secret of these tests"
 
@@ -230,6 +233,21 @@ class TestSecrets:
         assert len(secret) == 64 and server_secret(away, environ) == secret
         assert "AGENTSPEC_SECRET" in caplog.text and "hunter2" not in caplog.text
         assert server_secret(away, {}) != secret
+
+    def test_a_store_that_is_emptied_takes_the_servers_secret_again_but_not_the_environments(self) -> None:
+        with RedisServer() as server:
+            settings, environ = Settings(store=server.url), dict[str, str]()
+            for given in ({}, {"AGENTSPEC_SECRET": "0123456789abcdef"}):
+                secret = server_secret(settings, environ | given)
+                with closing(open_store(server.url)) as store:
+                    keep_secret(store, secret, given)
+                    store.append("0123", [NewEntry("s", b"1")])
+                    server.client().flushall()
+                    store.append("0123", [NewEntry("s", b"2")])
+                    held = server.client().get("agentspec:secret")
+                    assert held == (None if given else bytes.fromhex(secret.decode()))
+                    if not given:
+                        assert server_secret(settings, {}) == secret  # of a server that starts now
 
     def test_only_the_whole_admin_key_is_the_admin_key(self) -> None:
         environ = {"AGENTSPEC_ADMIN_KEY": "0123456789abcdef"}

@@ -122,6 +122,25 @@ def test_a_log_that_the_server_lost_was_not_trimmed(store: RedisStore) -> None:
     assert store.history(NS, before) == "lost"
 
 
+def test_a_server_that_lost_its_secret_gets_it_back_or_it_is_said(
+    server: RedisServer, store: RedisStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = store.secret()
+    store.keep_secret(own)
+    store.append(NS, [NewEntry("a", b"1")])
+    raw(store).flushall()
+    store.append(NS, [NewEntry("a", b"2")])
+    with closing(open_store(server.url)) as other:
+        assert other.secret() == own and "another secret" not in caplog.text
+        raw(store).flushall()
+        later = other.secret()  # as a server does that starts before this one has noticed
+        assert later != own
+    for number in range(3):
+        store.append(f"{NS}{number}", [NewEntry("a", b"3")])
+    assert store.secret() == later
+    assert sum("another secret than this server" in line for line in caplog.messages) == 1
+
+
 def test_trimming_gives_the_servers_memory_back(store: RedisStore) -> None:
     store.append(NS, [NewEntry("first", b"")])  # scripts and connections take some .4 MB that do not grow
 

@@ -205,6 +205,10 @@ class Store(Protocol):
         """Return the store's secret, 32 bytes. The first call on a new store makes it; all processes get the same."""
         ...
 
+    def keep_secret(self, secret: bytes) -> None:
+        """Put this secret into the store where it has lost its own. It is the one that this process goes on with."""
+        ...
+
     def usage(self) -> Usage:
         """Return what all namespaces together hold."""
         ...

@@ -102,6 +102,7 @@ class RedisStore:
         self._checked: set[str] = set()  # namespaces that hold no log of an older release
         self._entered: set[str] = set()  # namespaces that are in the index
         self._shards_checked = False
+        self._secret: bytes | None = None  # to put back where the server loses its own
 
     def part(self, namespace: str) -> str:
         return self._layout.part(self._client, namespace)
@@ -223,11 +224,10 @@ class RedisStore:
         return Erasure(sum(removed for removed, _ in erased), True, name)
 
     def secret(self) -> bytes:
-        key = f"{self.prefix}:secret"
-        if self.command("GET", key) is None:  # a full server refuses to set what is there
-            self.command("SET", key, secrets.token_bytes(32), "NX")
-        secret: bytes = self.command("GET", key)
-        return secret
+        return self._secret_or(secrets.token_bytes(32))
+
+    def keep_secret(self, secret: bytes) -> None:
+        self._secret = secret
 
     def usage(self) -> Usage:
         return self._trimming.usage()
@@ -254,6 +254,24 @@ class RedisStore:
     def keys(self, pattern: str) -> set[str]:
         """Return the keys that match a pattern, on all nodes of a Cluster."""
         return self._client.keys(pattern)
+
+    def _secret_or(self, own: bytes) -> bytes:
+        """Return the store's secret. A store without one takes ``own``."""
+        key = f"{self.prefix}:secret"
+        if self.command("GET", key) is None:  # a full server refuses to set what is there
+            self.command("SET", key, own, "NX")
+        held: bytes = self.command("GET", key)
+        return held
+
+    def _put_secret_back(self) -> None:
+        """Give the store this process's secret, if it has lost its own, as by FLUSHALL."""
+        if self._secret is not None and self._secret_or(self._secret) != self._secret:
+            self._secret = None  # said once
+            logger.warning(
+                "agentspec: the store has another secret than this server, as where it was emptied and another server"
+                " started: servers that start from now on find nothing that this one stores; restart it, or give all"
+                " servers one AGENTSPEC_SECRET"
+            )
 
     def _answer(self, command: Sequence[str]) -> Any:
         """Return a command's answer; None if the server refuses it for its key, which something else owns."""
@@ -322,6 +340,7 @@ class RedisStore:
         with suppress(StoreUnavailableError):
             self.command("SET", f"{self.prefix}:shards", self._layout.shards, "NX")
             self._index.enter(namespace)
+            self._put_secret_back()
             _remember(self._entered, namespace)
 
     def _check_shards(self) -> None:

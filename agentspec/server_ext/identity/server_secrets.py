@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping, MutableMapping
 
-from agentspec.cache.store import open_store
+from agentspec.cache.store import Store, open_store
 from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError
 from agentspec.server_ext.settings import Settings
 
@@ -34,6 +34,15 @@ def server_secret(settings: Settings, environ: MutableMapping[str, str] = os.env
         secret = _secret_of_store(settings.store)
         environ[_HANDED_ON] = f"{sha256(settings.store)} {secret}"
     return secret.encode()
+
+
+def keep_secret(store: Store, secret: bytes, environ: Mapping[str, str] = os.environ) -> None:
+    """Let a store that loses its secret take this server's again. secret: the server's (``server_secret``).
+
+    One that the environment gives is no store's.
+    """
+    if not environ.get(SECRET):
+        store.keep_secret(bytes.fromhex(secret.decode()))
 
 
 def check_secrets(environ: Mapping[str, str] = os.environ) -> None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 from agentspec.cache.store import LogNames, open_store, snapshot_path
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.engine import DraftingEngine
-from agentspec.server_ext.identity.server_secrets import server_secret
+from agentspec.server_ext.identity.server_secrets import keep_secret, server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.pricing import EngineLimits
@@ -331,9 +331,11 @@ def _is_first_rank() -> bool:
 
 def _build_engine(vllm_config: Any, settings: Settings, max_draft: int, limits: EngineLimits) -> DraftingEngine:
     """Return the engine of this model, on the store of the settings."""
-    logs = LogNames(served_model_key(vllm_config), server_secret(settings))
+    secret = server_secret(settings)
+    logs = LogNames(served_model_key(vllm_config), secret)
     shares = MemoryShares.of(settings.max_bytes, settings.store)
     store, retention = open_store(settings.store, memory_bytes=shares.store), settings.retention()
+    keep_secret(store, secret)
     persistence = Persistence(store, logs, settings.preload_records, retention, shares.queue)
     number = vllm_config.parallel_config.data_parallel_index
     snapshot = snapshot_path(settings.store, logs.of(settings.tenant), number)
