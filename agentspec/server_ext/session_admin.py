@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.store import Erasure, NewEntry, SessionUsage, Store, TurnRecord, decode
-from agentspec.errors import AgentSpecError, RecordError, StoreError, StoreUnavailableError
+from agentspec.cache.store import Erasure, NewEntry, RecordReader, SessionUsage, Store, TurnRecord, decode
+from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.figures.step_record import StepRecord
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.persistence.persistence import Persistence
@@ -185,7 +185,9 @@ class SessionAdmin:
 
     def _read(self, store: Store, session: str, tenant: str | None, anybody: bool) -> list[bytes]:
         logs = self._logs(store, tenant, anybody, session)
-        return [entry.payload for log in logs for entry in store.read(log, session=session)]
+        reader = RecordReader()
+        read = (reader.read(store, log, session=session) for log in logs)
+        return [entry.payload for entries in read for entry, record in entries if record is not None]
 
     def _write(self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool) -> int:
         """Append to the store what a session lacks, as `begin` says."""
@@ -245,12 +247,8 @@ def _shown(store: Store, session: str, parts: Sequence[tuple[str, SessionUsage]]
 
 
 def _turns(store: Store, namespace: str, session: str, newest: int | None = None) -> Iterable[TurnRecord]:
-    """Yield the turns of a session in a log; what cannot be decoded is left out."""
-    for entry in store.read(namespace, session=session, newest=newest):
-        try:
-            record = decode(entry.payload)
-        except RecordError:
-            continue
+    """Yield the turns of a session in a log; what cannot be decoded, or names another session, is left out."""
+    for _, record in RecordReader().read(store, namespace, session=session, newest=newest):
         if isinstance(record, TurnRecord):
             yield record
 

@@ -3,12 +3,15 @@
 import json
 import tracemalloc
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import HTTPException
 
+from agentspec.cache.store import NewEntry, open_store
 from agentspec.server_ext.api import session_routes
 from tests.server_ext.fuzz import fuzz
 
@@ -35,6 +38,21 @@ class TestExportAndImport:
             assert server.draws_on(bob, engine=engine) and not server.drafts(alone, engine=engine)
         assert server.call(BOB, "GET", "copy/of one").json()["turns"] == turns
         assert server.listed(BOB) == ["copy/of one"]
+
+    def test_another_sessions_text_stays_out_of_an_export(self, start: Start, tmp_path: Path) -> None:
+        """As where another file was copied over the SQLite file in use, so that entries and payloads do not fit."""
+        server = start(ADA, BOB)
+        mine, others = server.identity(ADA, "mine"), server.identity(BOB, "others")
+        server.say(mine)
+        server.say(others, list(range(300, 340)))
+        with closing(open_store(f"sqlite:///{tmp_path / 'log.db'}")) as store:
+            (log,), (other,) = (store.namespaces(session=each.session) for each in (mine, others))
+            (turn,) = store.read(other, session=others.session)
+            assert mine.session is not None
+            store.append(log, [NewEntry(mine.session, turn.payload)])
+        (exported,) = server.call(ADA, "GET", "mine").json()["turns"]
+        assert exported["response"] == [*TEXT]
+        assert server.listed(BOB) == ["others"]
 
     def test_importing_again_adds_what_is_missing(self, start: Start) -> None:
         server = start(ADA)
