@@ -196,7 +196,7 @@ class TestFollowing:
     def test_the_others_are_followed_and_it_is_later(
         self, process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("agentspec.cache.store.follower._PAUSE_SECONDS", 0.1)
+        monkeypatch.setattr("agentspec.cache.store.followed._PAUSE_SECONDS", 0.1)
         store = process.store
         assert isinstance(store, RefusingStore)
         process.begin(BAD, "bad")
@@ -219,7 +219,7 @@ class TestFollowing:
         self, process: Process, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The tombstone of an erasure may be gone with it."""
-        monkeypatch.setattr("agentspec.cache.store.follower._PAUSE_SECONDS", 0.1)
+        monkeypatch.setattr("agentspec.cache.store.followed._PAUSE_SECONDS", 0.1)
         store = process.store
         assert isinstance(store, RefusingStore)
         process.begin(BAD, "bad")

@@ -24,7 +24,8 @@ from agentspec.cache.store.base import (
     trim_sessions,
 )
 from agentspec.cache.store.breaker import CircuitBreaker
-from agentspec.cache.store.follower import Follower, FollowerStats
+from agentspec.cache.store.followed import FollowerStats
+from agentspec.cache.store.follower import Follower
 from agentspec.cache.store.jobs import StoreJobs
 from agentspec.cache.store.loader import BackgroundLoader, LoaderStats
 from agentspec.cache.store.naming import LogNames, frame, mac, model_key

@@ -6,11 +6,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 
 from agentspec.cache.store.base import Store, check_namespace, entry_name
-from agentspec.cache.store.breaker import CircuitBreaker, State
+from agentspec.cache.store.breaker import CircuitBreaker
 from agentspec.cache.store.courtesy import Courtesy
+from agentspec.cache.store.followed import FollowedLog, FollowerStats
 from agentspec.cache.store.record_reader import RecordReader
 from agentspec.cache.store.records import EraseRecord, TurnRecord
 from agentspec.errors import StoreError, StoreUnavailableError
@@ -28,57 +29,8 @@ _SLICE = 64  # most records,
 _SLICE_BYTES = 1 << 20  # and about the most bytes, that are delivered together
 _LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
 _RETRY_SECONDS = 0.05  # pause until a tenant with running requests is looked at again
-_PAUSE_SECONDS = 1.0  # until a log that the store refuses to read is tried again, at first
 _MAX_ERASED = 1024  # erased sessions of a log that are remembered when all of it was read
 _MAX_OWN = 4096  # tombstones of this process that are remembered
-
-
-@dataclass(slots=True)
-class FollowerStats:
-    """Count what the follower has done since the start.
-
-    delivered: records of others. learned: those of them that were learned from. skipped: records of this process.
-    erased: tombstones applied. damaged, unknown: records that RecordReader skipped. failed: calls to the store that
-    failed. logs: logs that are followed. behind: those of them that had entries left unread at the last look.
-    refused: those that the store refuses to read.
-    delay_ms: age of the newest record when it was delivered. state: the breaker's.
-    """
-
-    delivered: int = 0
-    learned: int = 0
-    skipped: int = 0
-    erased: int = 0
-    damaged: int = 0
-    unknown: int = 0
-    failed: int = 0
-    logs: int = 0
-    behind: int = 0
-    refused: int = 0
-    delay_ms: float = 0.0
-    state: State = "closed"
-
-    def as_dict(self) -> dict[str, int | float | str]:
-        """Return the counts as a JSON-able dict."""
-        return asdict(self)
-
-
-@dataclass(slots=True)
-class _Log:
-    """Hold how far a log was followed.
-
-    cursor: of the last entry dealt with. erased: tombstones up to this cursor were applied. applied: tombstones applied
-    lately. numbers: for each session erased lately, the number of this process's newest turn when the tombstone was
-    applied. late: sessions to erase again, because a turn of this process was on its way then and lies behind their
-    tombstone. breaker: open while the store refuses to read this log.
-    """
-
-    tenant: str | None
-    cursor: str
-    erased: str
-    applied: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    late: set[str] = field(default_factory=set)
-    breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(threshold=1, first_pause=_PAUSE_SECONDS))
 
 
 class Follower:
@@ -114,9 +66,10 @@ class Follower:
         self._max_logs = max_logs
         self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._reader = RecordReader()
-        self._logs: OrderedDict[str, _Log] = OrderedDict()  # the one used last at the end
+        self._logs: OrderedDict[str, FollowedLog] = OrderedDict()  # the one used last at the end
         self._own: OrderedDict[str, None] = OrderedDict()  # cursors of this process's tombstones
         self._erasing: dict[tuple[str, str], bool] = {}  # logs and sessions that it erases; true: it has
+        self._refused: set[str] = set()  # logs that the store refuses to read
         self._counts = FollowerStats()
         self._alive = self._asked = time.monotonic()
         self.outdated: frozenset[str | None] = frozenset()  # tenants to forget as soon as no request of theirs runs
@@ -157,7 +110,7 @@ class Follower:
         with self._wake:
             if not self._logs:
                 self._alive = begun
-            self._logs.setdefault(namespace, _Log(tenant, end, end))  # another thread may have begun before
+            self._logs.setdefault(namespace, FollowedLog(tenant, end, end))  # another thread may have begun before
             self._wake.notify()
         self._leave_idlest()
 
@@ -211,7 +164,7 @@ class Follower:
                 damaged=self._reader.damaged,
                 unknown=self._reader.unknown,
                 logs=len(self._logs),
-                refused=sum(log.breaker.state != "closed" for log in self._logs.values()),
+                refused=len(self._refused),
                 state=self._breaker.state,
             )
 
@@ -257,9 +210,9 @@ class Follower:
         tenant with running requests cannot be forgotten, and is `outdated`.
         """
         outdated = set()
-        for name, log in self._to_follow().items():
-            if not (all_logs or log.breaker.failing):
-                continue
+        logs = self._to_follow()
+        for name in logs if all_logs else self._refused & logs.keys():
+            log = logs[name]
             with self._alone(name, log):
                 if self._store.history(name, log.erased) == "trimmed":
                     end = self._store.newest(name)
@@ -273,30 +226,38 @@ class Follower:
     def _follow(self) -> None:
         """Wait for new entries once, and deal with them."""
         for name, log in self._to_follow().items():
-            with self._alone(name, log):
-                for session in tuple(log.late):
-                    self._erase_again(log.tenant, session)
-                    log.late.remove(session)
+            if log.late:
+                with self._alone(name, log):
+                    for session in tuple(log.late):
+                        self._erase_again(log.tenant, session)
+                        log.late.remove(session)
         logs = self._to_follow()
         found = self._store.wait({name: log.cursor for name, log in logs.items()}, _WAIT_SECONDS)
         behind = 0
-        for name, log in logs.items():
+        for name in dict.fromkeys([*found, *(self._refused & logs.keys())]):
+            log = logs[name]
             with self._alone(name, log):
                 if name in found and not self._read(name, log):
                     self._look_ahead(name, log)
                     behind += 1
+                self._refused.discard(name)
                 if log.breaker.success():
                     logger.warning("agentspec: the log %s can be followed again", name)
         with self._wake:
             self._counts.behind = behind
 
-    def _to_follow(self) -> dict[str, _Log]:
+    def _to_follow(self) -> dict[str, FollowedLog]:
         """Return the logs that may be read now: all but those that the store has refused to read lately."""
         with self._wake:
-            return {name: log for name, log in self._logs.items() if log.breaker.wait() == 0.0}
+            logs = dict(self._logs)
+        self._refused &= logs.keys()
+        for name in self._refused:
+            if logs[name].breaker.wait() > 0.0:
+                del logs[name]
+        return logs
 
     @contextmanager
-    def _alone(self, name: str, log: _Log) -> Iterator[None]:
+    def _alone(self, name: str, log: FollowedLog) -> Iterator[None]:
         """Leave a log alone for a while if the store refuses it by itself, so that the others are followed."""
         try:
             yield
@@ -305,10 +266,11 @@ class Follower:
         except StoreError as error:
             with self._wake:
                 self._counts.failed += 1
+            self._refused.add(name)
             if log.breaker.failure():
                 logger.warning("agentspec: the log %s cannot be followed, the others are: %s", name, error)
 
-    def _read(self, namespace: str, log: _Log) -> bool:
+    def _read(self, namespace: str, log: FollowedLog) -> bool:
         """Deliver a log's new records, as long as there is time. Returns whether that was all."""
         courtesy, batch, size, at = Courtesy(), list[TurnRecord](), 0, log.cursor
         until = time.monotonic() + _READ_SECONDS
@@ -339,14 +301,14 @@ class Follower:
                 remembered.popitem(last=False)
         return True
 
-    def _look_ahead(self, namespace: str, log: _Log) -> None:
+    def _look_ahead(self, namespace: str, log: FollowedLog) -> None:
         """Apply the tombstones of a log whose records have to wait."""
         end = self._store.newest(namespace)
         for session, cursor in self._store.tombstones(namespace, after=log.erased).items():
             self._apply(namespace, log, session, cursor)
         log.erased = max(log.erased, end)
 
-    def _apply(self, namespace: str, log: _Log, session: str, cursor: str) -> None:
+    def _apply(self, namespace: str, log: FollowedLog, session: str, cursor: str) -> None:
         """Apply a tombstone unless it was applied before."""
         tombstone = entry_name(cursor)
         if tombstone in log.applied:
@@ -370,7 +332,7 @@ class Follower:
             )
             return entry_name(cursor) in self._own
 
-    def _skip(self, log: _Log, record: TurnRecord) -> None:
+    def _skip(self, log: FollowedLog, record: TurnRecord) -> None:
         """Skip a record of this process. If it was on its way when its session was erased, erase the session again."""
         with self._wake:
             self._counts.skipped += 1
