@@ -259,7 +259,7 @@ class BackgroundWriter:
                     if breaker.state == "open":
                         break
                 elif breaker.success():
-                    what = f"a {part}" if is_log(part) else "a part of the store"
+                    what = f"the {part}" if is_log(part) else "a part of the store"
                     logger.warning("agentspec: %s is back; %d records wait for it", what, len(self._aside))
 
     def _put_back(self, part: str, items: list[QueuedRecord], error: Exception) -> None:
