@@ -1,17 +1,19 @@
 """How long drafts may be where the user gives no number, on vLLM's own model configurations."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentspec.cache.policy import MAX_DRAFT
-from agentspec.errors import AgentSpecError
+from agentspec.errors import AgentSpecError, SpeculatorError
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter import speculative_config
 from agentspec.server_ext.vllm_adapter.draft_limit import LEAST_STATES, MOST_STATES, STATE_SHARE, _state_bytes
 from agentspec.server_ext.vllm_adapter.speculative_config import describe, engine_options
 from tests.server_ext.vllm_configs import DENSE, HYBRID, MAMBA, engine_args
+from tests.speculator.files import H, V, lstm, mlp
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +55,32 @@ def test_a_file_that_cannot_be_written_is_named_before_the_engine_starts(
     options: dict[str, Any] = {name: value.format(file=tmp_path / "file") for name, value in setting.items()}
     with pytest.raises(AgentSpecError, match=message):
         draft_limit(tmp_path, DENSE, engine_options(**{"store": "memory://"} | options))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("name", "speculator nowhere: no such folder; give one with config.json and weights, or a hub id"),
+        ("hidden", r"input_hidden_dim .* is 24, but the target's is 256; .*: take one for your target"),
+        ("vocabulary", "vocab_size is 50, but the target's is 1000"),
+        ("cut", "pytorch_model.bin: cannot be read .*; it must hold tensors by name"),
+        ("other weights", "tensor forget_emb.0.weight is missing"),
+    ],
+)
+def test_a_speculator_that_does_not_fit_is_refused_before_the_engine_starts(
+    tmp_path: Path, change: str, message: str
+) -> None:
+    """A worker's error comes a minute later, in the middle of two tracebacks."""
+    folder = (mlp() if change == "other weights" else lstm()).write(tmp_path / "speculator")
+    (folder / "config.json").write_text(json.dumps(lstm().config))
+    if change == "cut":
+        (folder / "pytorch_model.bin").write_bytes((folder / "pytorch_model.bin").read_bytes()[:2000])
+    fits = {"hidden_size": DENSE["hidden_size"] if change == "hidden" else H, "vocab_size": V}
+    if change == "vocabulary":
+        fits["vocab_size"] = DENSE["vocab_size"]
+    options = engine_options(store="memory://", speculator="nowhere" if change == "name" else str(folder))
+    with pytest.raises(SpeculatorError, match=message):
+        draft_limit(tmp_path / "model", DENSE | fits | {"num_attention_heads": 2, "head_dim": 12}, options)
 
 
 @pytest.mark.parametrize("longest", [8192, 16384, 20480, 65536])

@@ -46,19 +46,13 @@ def load_speculator(
     hidden_size, vocab_size: the target's sizes to check; None: no check. dtype: data type of all weights; None: that of
     the stored head. device: None: the CPU. Raises SpeculatorError that names field, tensor or file, and the remedy.
     """
-    folder = find_folder(path_or_hub_id)
-    try:
-        config = SpeculatorConfig.from_json(read_config(folder))
-    except SpeculatorError as error:
-        raise SpeculatorError(f"speculator {path_or_hub_id}: {error}") from None
-    _check_target(config, hidden_size, vocab_size, name=str(path_or_hub_id))
+    folder, config, stored = _open(path_or_hub_id, hidden_size, vocab_size)
     with torch.device("meta"):  # only the shapes are needed, because the weights come from the file
         speculator = build_speculator(config)
     shapes = {name: list(value.shape) for name, value in speculator.state_dict().items()}
-    stored = {_plain_name(name, config): read for name, read in _read_tensors(folder).items()}
     names = _layout(config)
     if dtype is None:
-        head = _read(stored, names["heads.0.weight"][0], folder)
+        head = _find(stored, names["heads.0.weight"][0], folder)()
         dtype = head.dtype if head.dtype in _WEIGHTS else torch.float32  # a quantized head is refused below
     state = {}
     for parameter, parts in names.items():
@@ -71,6 +65,14 @@ def load_speculator(
     speculator.load_state_dict(state, assign=True)
     speculator.eval().requires_grad_(False)
     return speculator
+
+
+def check_speculator(path_or_hub_id: str | Path, *, hidden_size: int, vocab_size: int) -> None:
+    """Raise the SpeculatorError of ``load_speculator`` for sizes, files and names that do not fit; read no weights."""
+    folder, config, stored = _open(path_or_hub_id, hidden_size, vocab_size)
+    for parts in _layout(config).values():
+        for names in parts:
+            _find(stored, names, folder)
 
 
 def save_speculator(speculator: Speculator, folder: str | Path) -> None:
@@ -124,6 +126,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise SpeculatorError(f"{file}: a JSON object expected")
     return values
+
+
+def _open(
+    path_or_hub_id: str | Path, hidden_size: int | None, vocab_size: int | None
+) -> tuple[Path, SpeculatorConfig, Tensors]:
+    """Return a checkpoint's folder, its config, which fits the target, and its tensors by their names in `_layout`."""
+    folder = find_folder(path_or_hub_id)
+    try:
+        config = SpeculatorConfig.from_json(read_config(folder))
+    except SpeculatorError as error:
+        raise SpeculatorError(f"speculator {path_or_hub_id}: {error}") from None
+    _check_target(config, hidden_size, vocab_size, name=str(path_or_hub_id))
+    return folder, config, {_plain_name(name, config): read for name, read in _read_tensors(folder).items()}
 
 
 def _check_target(config: SpeculatorConfig, hidden_size: int | None, vocab_size: int | None, name: str) -> None:
@@ -220,10 +235,10 @@ def _bin(file: Path) -> Tensors:
     return {name: partial(values.__getitem__, name) for name in values}
 
 
-def _read(stored: Tensors, names: Names, folder: Path) -> Tensor:
+def _find(stored: Tensors, names: Names, folder: Path) -> Callable[[], Tensor]:
     for name in names:
         if name in stored:
-            return stored[name]()
+            return stored[name]
     raise SpeculatorError(
         f"{folder}: tensor {names[0]} is missing (the file has {', '.join(sorted(stored)[:8])}, …); "
         "config.json and weights are not of one speculator, or the download is incomplete"
@@ -235,7 +250,7 @@ def _fitting(stored: Tensors, names: Names, shape: list[int], folder: Path, dtyp
 
     Raises SpeculatorError for another shape, and for weights that are quantized, NaN or infinite.
     """
-    tensor = _read(stored, names, folder)
+    tensor = _find(stored, names, folder)()
     is_weight = dtype != torch.int64
     if is_weight and tensor.dtype not in _WEIGHTS:
         raise SpeculatorError(

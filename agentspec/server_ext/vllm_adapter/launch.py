@@ -103,7 +103,7 @@ def _check_files(settings: Settings) -> None:
 def _check_speculator(name: str | None, tokens: int | None) -> None:
     """Raise SpeculatorError for a folder that holds no speculator, or none that drafts so many tokens.
 
-    A hub's speculator is checked when it is loaded.
+    A hub's speculator is checked by ``check_draft_model``, as is what needs the target's configuration.
     """
     if name is None or not (name.startswith((".", "/", "~")) or Path(name).is_dir()):
         return

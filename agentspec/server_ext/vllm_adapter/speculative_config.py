@@ -101,8 +101,10 @@ def create_speculative_config(
         schedule_synchronously(engine_args, target_model_config)
         settings = load_settings(engine_args.additional_config)
         server_secret(settings)  # for the processes that vLLM starts
+        # The worker would find these errors a minute later, and they would stand in its log alone.
         if settings.record is not None:
-            make_record(settings.record)  # an error of the worker's comes later, and stands in its log alone
+            make_record(settings.record)
+        check_draft_model(settings, target_model_config)
         if not isinstance(engine_args, AsyncEngineArgs):  # a server's routes log it, with who its callers are
             logger.info("agentspec: %s", what_drafts(spec, settings))
     return spec
@@ -263,6 +265,19 @@ def schedule_synchronously(engine_args: Any, model_config: Any) -> None:
     if (reason := conflict(engine_args, model_config)) is not None:
         raise ConfigurationError(reason)
     engine_args.async_scheduling = False
+
+
+def check_draft_model(settings: Settings, model_config: Any) -> None:
+    """Raise SpeculatorError where the speculator of the settings does not fit vLLM's ModelConfig; read no weights."""
+    if not settings.enabled or settings.speculator is None:
+        return
+    from agentspec.server_ext.speculator.checkpoint import check_speculator
+
+    check_speculator(
+        settings.speculator,
+        hidden_size=model_config.get_hidden_size(),
+        vocab_size=model_config.get_vocab_size(),
+    )
 
 
 # --- The line that says what drafts
