@@ -26,6 +26,7 @@ HeaderOption = Annotated[
 
 _SECONDS = 60.0
 _OTHER_RELEASE = "is it of another release of agentspec?"
+_TRUST = "; if you trust this server, name a file with its authority's certificate in the variable SSL_CERT_FILE"
 _WHITE = " \t"
 """What a server drops around a header's value. Other spaces tell two names of a gateway apart."""
 
@@ -57,7 +58,8 @@ def server_at(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ConfigurationError(f"--url {url}: {error}") from None
     except httpx.HTTPError as error:
-        raise StoreUnavailableError(f"{url} does not answer: {error or type(error).__name__}") from None
+        remedy = _TRUST if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
+        raise StoreUnavailableError(f"{url} does not answer: {error or type(error).__name__}{remedy}") from None
 
 
 def ask(server: httpx.Client, method: str, path: str, expected: str, **more: Any) -> httpx.Response:

@@ -1,5 +1,6 @@
 """The program as users call it: bad input is one line that names the option and the remedy, with exit status 2."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -170,11 +171,19 @@ def test_what_vllm_refuses_of_a_rollout_is_one_line(
     assert status == 2 and printed == f"agentspec: model m: vLLM refuses it or its options: {why}\n"
 
 
+IN_USE = "; give another --port; with --uds another path, or remove that file if no server listens there"
+
+
 @pytest.mark.parametrize(
-    "refusal", [OSError("m is no model\nmore"), OSError(98, "Address already in use"), NO_SUCH_METHOD]
+    ("refusal", "remedy"),
+    [
+        (OSError("m is no model\nmore"), ""),
+        (OSError(errno.EADDRINUSE, "Address already in use"), IN_USE),
+        (NO_SUCH_METHOD, ""),
+    ],
 )
 def test_what_vllm_refuses_of_a_server_is_one_line(
-    agentspec: Program, monkeypatch: pytest.MonkeyPatch, refusal: Exception
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, refusal: Exception, remedy: str
 ) -> None:
     def refuse() -> None:
         raise refusal
@@ -183,7 +192,7 @@ def test_what_vllm_refuses_of_a_server_is_one_line(
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", SimpleNamespace(main=refuse))
     status, printed = agentspec("serve", "m")
     why = str(refusal).partition("\n")[0]
-    assert status == 2 and printed == f"agentspec: m: vLLM ended with an error: {why}\n"
+    assert status == 2 and printed == f"agentspec: m: vLLM ended with an error: {why}{remedy}\n"
 
 
 def test_the_field_of_a_wrong_option_is_quoted() -> None:

@@ -2,9 +2,10 @@
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from agentspec.server_ext.persistence.model_key import find_model_key
 from tests.cli.test_cli import Program, agentspec
 from tests.server_ext.session_server import ADA, ADMIN, BOB, PROMPT, TEXT, Server, Start, start
 from tests.store.test_convert import old_file
+from tests.store.test_redis_tls import certificate
 
 __all__ = ["agentspec", "start"]
 
@@ -173,6 +175,28 @@ def test_errors_are_one_line_with_the_remedy(
 def test_a_server_that_does_not_answer_is_named(agentspec: Program) -> None:
     status, printed = agentspec("sessions", "list", "--url", "http://127.0.0.1:1")
     assert status == 2 and "http://127.0.0.1:1 does not answer" in printed
+
+
+def test_a_certificate_that_is_not_trusted_is_refused_with_the_remedy(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    refused = "self-signed certificate"
+
+    def greet(server: socket.socket) -> None:
+        with suppress(OSError):  # the client hangs up: at once, or where an answer should come
+            context.wrap_socket(server.accept()[0], server_side=True).close()
+
+    for trusted in (False, True):
+        if trusted:
+            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            threading.Thread(target=greet, args=(server,), daemon=True).start()
+            status, printed = agentspec("sessions", "list", "--url", f"https://127.0.0.1:{server.getsockname()[1]}")
+        assert status == 2 and "does not answer" in printed
+        assert (refused in printed) == ("SSL_CERT_FILE" in printed) == (not trusted)
 
 
 @pytest.mark.parametrize(

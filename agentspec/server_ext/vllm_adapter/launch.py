@@ -6,6 +6,7 @@ agentspec puts options of its own into two of them, so it must find what the use
 may share, for example.
 """
 
+import errno
 import importlib.metadata
 import json
 import logging
@@ -29,6 +30,7 @@ from agentspec.server_ext.vllm_adapter.speculative_config import check_given_lim
 logger = logging.getLogger("vllm.agentspec")
 
 _SPECULATIVE_FLAGS = ("--speculative-config", "-sc")
+_IN_USE = "; give another --port; with --uds another path, or remove that file if no server listens there"
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp")
 _FILE = "--config"
 _LEAST_ABBREVIATION = len("--add")
@@ -237,7 +239,8 @@ def run_vllm(arguments: Sequence[str]) -> None:
     except (OSError, ValidationError, NotImplementedError) as error:
         # Such as no model of this name, a port in use, a wrong option, a method that the model has no layers for.
         logger.debug("agentspec: vLLM ended with an error", exc_info=True)
-        raise ConfigurationError(f"{arguments[0]}: vLLM ended with an error: {first_line(error)}") from error
+        remedy = _IN_USE if isinstance(error, OSError) and error.errno == errno.EADDRINUSE else ""
+        raise ConfigurationError(f"{arguments[0]}: vLLM ended with an error: {first_line(error)}{remedy}") from error
 
 
 def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
