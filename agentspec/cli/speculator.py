@@ -117,6 +117,7 @@ def _count(
 ) -> "tuple[TokenCounts, TokenCounts]":
     from agentspec.server_ext.speculator.vocabulary import count_tokens
 
+    open_store(settings.store, must_exist=True).close()  # before the secret, which a new file would get
     key = find_model_key(model, tokenizer, tokenizer_revision=revision, given=settings.model_key)
     log = LogNames(key, server_secret(settings)).of(settings.tenant)
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} turns read"), TimeElapsedColumn())

@@ -200,9 +200,11 @@ def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
 def _some(found: list[Conversation], field: str, data: Data) -> list[Conversation]:
     """Return these conversations. Raises InvalidInputError if there is none."""
     if not found:
+        stored = any(isinstance(source, StoreSource) for source in _all(data))
+        as_served = "; of a store, give url, tenant, model_key and model.name_or_path as its server has them"
         raise InvalidInputError(
             f"data.{field}: no session with a response of two tokens or more within data.max_length "
-            f"({data.max_length}); give more data"
+            f"({data.max_length}); give more data{as_served if stored else ''}"
         )
     return found
 
@@ -224,7 +226,7 @@ def _read(sources: Sequence[Source], config: TrainingConfig, answers: Path, answ
 
 def _stored(source: StoreSource, model: Model) -> list[Conversation]:
     name = model.name_or_path
-    store = open_store(source.url)
+    store = open_store(source.url, must_exist=True)
     try:
         logs = LogNames(find_model_key(name, given=source.model_key), server_secret(Settings(store=source.url)))
         return from_store(store, logs.of(source.tenant), source.newest)

@@ -107,6 +107,16 @@ def test_prune_names_what_cannot_be(
     assert not (tmp_path / "out").exists()
 
 
+def test_prune_makes_no_store_where_there_is_none(
+    speculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "none" / "store.db"
+    options = ("--store", f"sqlite:///{missing}", "--model", MODEL)
+    status, printed = run(monkeypatch, capsys, "prune", speculator, tmp_path / "out", *options)
+    assert status == 2 and f"store {missing}: no such file; " in printed
+    assert not missing.parent.exists()
+
+
 def test_prune_leaves_what_is_there(
     store: str, speculator: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,8 +13,9 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from agentspec.cache.store import open_store
 from agentspec.cli import main
-from agentspec.errors import ConfigurationError, InvalidInputError
+from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.server_ext.speculator import DraftLoop, Speculator, load_speculator
 from agentspec.train import trainer
 from agentspec.train.config import TrainingConfig
@@ -157,6 +158,19 @@ def test_lk_learns_the_target_s_distribution_and_not_the_recorded_token(
 def test_a_recipe_without_sessions_says_so(settings: dict[str, Any]) -> None:
     settings["data"]["max_length"] = 3
     with pytest.raises(ValueError, match=r"data\.sources: no session"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
+def test_a_store_without_sessions_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "store" / "server.db"
+    settings["data"]["sources"] = [{"type": "store", "url": f"sqlite:///{file}", "tenant": "acme"}]
+    with pytest.raises(StoreUnavailableError, match=f"store {re.escape(str(file))}: no such file; "):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    assert not file.parent.exists()
+    open_store(f"sqlite:///{file}").close()
+    with pytest.raises(
+        InvalidInputError, match=r"data\.sources: no session .*; of a store, .*tenant.* as its server has"
+    ):
         train(TrainingConfig.model_validate(settings), QUIET)
 
 

@@ -70,10 +70,11 @@ def can_write(path: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
-def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = False) -> Store:
+def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = False, must_exist: bool = False) -> Store:
     """Open the store that ``url`` names. Creates a missing SQLite file and its folders; does not contact Redis yet.
 
     memory_bytes: most memory that a store in memory takes. to_write: refuse an SQLite file that can only be read.
+    must_exist: refuse an SQLite file that is not there, for commands that only read what a server has stored.
     Raises StoreURLError, naming the URL without its password and the supported forms; for an SQLite file also
     StoreVersionError, StoreError and StoreUnavailableError.
     """
@@ -82,6 +83,8 @@ def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = Fals
     scheme = url.partition(":")[0].lower()
     if scheme == "sqlite":
         path = sqlite_path(url)
+        if must_exist and not path.exists():
+            raise StoreUnavailableError(f"store {path}: no such file; give the URL of the server's store")
         if to_write and os.access(path, os.F_OK) and not can_write(Path(os.path.realpath(path))):
             why = "it or its folder is read-only for this user"
             raise StoreUnavailableError(f"{path}: cannot be written, {why}; name another file")
