@@ -1,4 +1,4 @@
-"""Drafts of a step, made by hand."""
+"""Requests and drafts of a step, made by hand."""
 
 from itertools import chain
 
@@ -6,6 +6,15 @@ import numpy as np
 
 from agentspec.cache import StepDrafts
 from agentspec.cache.types import SOURCES
+from agentspec.server_ext.figures.metrics import RequestFigures
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.step import AcceptanceLength, RequestState
+
+VOCABULARY = 1000
+
+
+def request(name: str = "r") -> RequestState:
+    return RequestState(name, Identity(), RequestFigures(), AcceptanceLength(0, 0), 0)
 
 
 def drafts_of(tokens: list[list[int]], chances: list[list[float]]) -> StepDrafts:

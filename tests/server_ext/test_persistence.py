@@ -1,107 +1,22 @@
-"""What the engine's process keeps in the store comes back: after a restart, after eviction, from another process."""
+"""What was said comes back from the store: after a restart, after eviction, in another process."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agentspec.cache import FinishedTurn, Scope, SuffixCache
-from agentspec.cache.store import (
-    Entry,
-    Erasure,
-    MemoryStore,
-    NewEntry,
-    RecordReader,
-    Retention,
-    Store,
-    TurnRecord,
-    encode,
-)
-from agentspec.cache.store.contexts import SessionContexts
-from agentspec.errors import StoreUnavailableError
+from agentspec.cache import SuffixCache
+from agentspec.cache.store import Entry, MemoryStore, NewEntry, Retention, TurnRecord, encode
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from tests.store.helpers import LOGS, FlakyStore, unwritable, wait_until
 
-TENANT = "t"
-NS = LOGS.of(TENANT)
+from .stored_engine import NS, TENANT, Engine, prompts, records, store, text
 
-
-class Engine:
-    """A cache and its persistence, as an engine's process has them. Several may share a store."""
-
-    def __init__(self, store: Store, **cache: Any) -> None:
-        self.cache = SuffixCache(**cache)
-        self.persistence = Persistence(store, LOGS, preload=0)
-        self.count = 0
-
-    def start(
-        self, prompt: list[int], session: str | None = "s", group: str | None = None, parent: str | None = None
-    ) -> str:
-        self.count += 1
-        name = f"r{self.count}"
-        identity = Identity(tenant=TENANT, session=session, group=group, session_name=session, principal="p")
-        self.cache.start(name, prompt, session=session, group=group, tenant=TENANT, parent=parent)
-        family = self.cache.family_of(name)
-        self.persistence.request_load(self.cache, identity, group=identity.group, family=family)
-        return name
-
-    def finish(self, name: str, response: list[int], session: str | None = "s") -> None:
-        self.cache.extend(name, response)
-        turn = self.cache.finish(name, name=self.persistence.next_name())
-        assert turn is not None
-        self.persistence.save(turn, Identity(tenant=TENANT, session=session, session_name=session, principal="p"))
-
-    def say(self, prompt: list[int], response: list[int], session: str | None = "s", group: str | None = None) -> None:
-        self.finish(self.start(prompt, session, group), response, session)
-
-    def load(self) -> int:
-        """Apply what was requested, step by step, until nothing more comes. Return the number of turns."""
-        count = 0
-
-        def done() -> bool:
-            nonlocal count
-            stats = self.persistence.stats()["loader"]
-            count += self.persistence.apply_loaded(self.cache)
-            idle = stats["pending"] == 0 and stats["ready_bytes"] == 0 and not self.persistence._turns.has_ready()
-            return idle and not self.persistence._loader._untaken  # what was asked for meanwhile is read once more
-
-        wait_until(done)
-        self.cache.catch_up()
-        return count
-
-    def flush(self) -> None:
-        assert self.persistence._writer.flush(60)
-
-    def draft(self, name: str, wanted: int = 3) -> list[int]:
-        self.cache.catch_up()
-        found: list[int] = self.cache.propose([name], wanted, cost=0.0)[0].token_ids.tolist()
-        return found
-
-
-@pytest.fixture
-def store() -> Iterator[FlakyStore]:
-    opened = FlakyStore()
-    yield opened
-    opened.gate.set()
-
-
-def text(start: int, count: int = 40) -> list[int]:
-    return list(range(start, start + count))
-
-
-def records(store: Store) -> list[TurnRecord]:
-    return [record for _, record in RecordReader().read(store, NS) if isinstance(record, TurnRecord)]
-
-
-def prompts(store: Store) -> list[tuple[list[int], list[int]]]:
-    """The whole prompts and responses of one session's turns, as training reads them."""
-    contexts = SessionContexts()
-    found = [(contexts.add(record), record.response) for record in records(store)]
-    return [(prompt.tolist(), response.tolist()) for prompt, response in found if prompt is not None]
+__all__ = ["store"]
 
 
 def test_a_family_comes_back_after_a_restart() -> None:
@@ -109,8 +24,8 @@ def test_a_family_comes_back_after_a_restart() -> None:
     store = MemoryStore()
     before = Engine(store)
     before.say([1, 2, 3], [*range(100, 140)], "root")
-    for child, text in (("a", range(200, 240)), ("b", range(300, 340))):
-        before.finish(before.start([4, 5, 6], child, parent="root"), [*text], child)
+    for child, said in (("a", range(200, 240)), ("b", range(300, 340))):
+        before.finish(before.start([4, 5, 6], child, parent="root"), [*said], child)
     before.finish(before.start([4, 5, 6], "deep", parent="a"), [*range(400, 440)], "deep")
     before.say([1, 2, 3], [*range(500, 540)], "other")
     assert before.persistence._writer.flush(60)
@@ -307,114 +222,6 @@ def encode_of_version(version: int) -> bytes:
     return packed
 
 
-def test_an_erased_session_is_gone_from_queue_loader_and_store(store: FlakyStore) -> None:
-    engine = Engine(store)
-    engine.say([1, 2, 3], text(100))
-    engine.flush()
-    other = Engine(store)
-    name = other.start([7, 8, 100, 101, 102])
-    wait_until(lambda: other.persistence._loader.ready._waiting)  # read, and not yet applied
-    other.say([7, 8], text(200), session="kept")
-    other.cache.abort(name)
-    other.cache.remove_session(TENANT, "s")
-    assert other.persistence.erase("s", [TENANT]).result(60) == Erasure(1, complete=True)
-    assert other.load() == 0
-    name = other.start([7, 8, 100, 101, 102])
-    assert other.load() == 0
-    assert other.draft(name) == []
-    other.flush()
-    assert [record.session for record in records(store)] == ["kept"]
-
-
-def test_what_was_stored_under_another_tenant_meanwhile_is_erased_too(store: FlakyStore) -> None:
-    """Whoever erases asks first which tenants know the session; a turn with an adapter may finish behind that."""
-    engine = Engine(store)
-    engine.say([1, 2, 3], text(100))
-    engine.cache.start("r", [1, 2, 3], session="s", tenant="adapter")
-    engine.cache.extend("r", text(200))
-    turn = engine.cache.finish("r", name=engine.persistence.next_name())
-    assert turn is not None
-    engine.persistence.save(turn, Identity(tenant="adapter", session="s"))
-    engine.flush()
-    assert len(list(store.read(LOGS.of("adapter"), session="s"))) == 1
-    assert engine.persistence.erase("s", [TENANT]).result(60) == Erasure(2, complete=True)
-    assert [list(store.read(LOGS.of(tenant), session="s")) for tenant in (TENANT, "adapter")] == [[], []]
-
-
-def test_other_processes_hear_of_an_erasure_whose_records_were_trimmed(store: FlakyStore) -> None:
-    engine = Engine(store)
-    assert engine.persistence.erase("s", [TENANT], lambda: {"adapter"}).result(60).complete
-    assert store.tombstones(LOGS.of("adapter"))
-
-
-def test_a_session_asked_for_while_it_is_erased_does_not_come_back(store: FlakyStore) -> None:
-    engine = Engine(store)
-    engine.say([1, 2, 3], text(100))
-    engine.flush()
-    again = Engine(store)
-    release = gate(again.persistence)
-    again.cache.remove_session(TENANT, "s")
-    erasure = again.persistence.erase("s", [TENANT])
-    again.cache.abort(again.start([1, 2, 3]))
-    assert again.persistence.stats()["loader"]["pending"] == 0
-    release()
-    assert erasure.result(60) == Erasure(1, complete=True)
-    assert again.load() == 0
-    again.cache.abort(again.start([1, 2, 3]))
-    assert again.load() == 0
-    assert not again.cache.has_session(TENANT, "s")
-
-
-def test_an_erasure_that_the_store_cannot_do_says_so(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.server_ext.persistence.persistence._ERASE_SECONDS", 0.05)
-    engine = Engine(store)
-    store.gate.clear()
-    engine.say([1, 2, 3], text(100))
-    wait_until(lambda: engine.persistence._writer._in_flight)
-    with pytest.raises(StoreUnavailableError, match="try again"):
-        engine.persistence.erase("s", [TENANT]).result(60)
-    store.gate.set()
-
-
-def gate(persistence: Persistence) -> Callable[[], None]:
-    """Hold the job thread up until the returned function is called."""
-    held = [True]
-    persistence.submit(lambda store: wait_until(lambda: not held))
-    return held.clear
-
-
-def test_jobs_run_one_by_one_and_tell_their_results(store: FlakyStore) -> None:
-    persistence = Persistence(store, LOGS, preload=0)
-    store.append(NS, [NewEntry("s", b"x")])
-    release = gate(persistence)
-    listed = persistence.submit(lambda store: [usage.session for usage in store.sessions(NS)])
-    failing = persistence.submit(lambda store: 1 // 0)
-    assert not (listed.done() or failing.done())
-    assert persistence.stats()["jobs"] == 3
-    release()
-    assert listed.result(60) == ["s"]
-    with pytest.raises(ZeroDivisionError):
-        failing.result(60)
-    wait_until(lambda: persistence.stats()["jobs"] == 0)
-    persistence.close()
-    with pytest.raises(StoreUnavailableError, match="closed"):
-        persistence.submit(lambda store: None)
-    assert persistence.stats()["jobs"] == 0
-
-
-def test_jobs_that_wait_are_bounded(store: FlakyStore) -> None:
-    persistence = Persistence(store, LOGS, preload=0)
-    release = gate(persistence)
-    jobs = [persistence.submit(lambda store: None) for _ in range(63)]
-    with pytest.raises(StoreUnavailableError, match="try again later"):
-        persistence.submit(lambda store: None)
-    release()
-    assert jobs[-1].result(60) is None
-    wait_until(lambda: persistence.stats()["jobs"] == 0)
-    persistence.submit(lambda store: None).result(60)
-    persistence.close()
-
-
 def test_queues_are_counted_in_bytes(store: FlakyStore) -> None:
     persistence = Persistence(store, LOGS, preload=0)
     store.gate.clear()
@@ -481,107 +288,3 @@ def test_a_record_that_cannot_be_stored_costs_itself_only(store: FlakyStore) -> 
     assert persistence._writer.flush(60)
     assert persistence.stats()["writer"]["refused"] == 1
     persistence.close()
-
-
-def tell(store: Store, tenant: str, *responses: list[int]) -> None:
-    """Store a turn of a tenant for each response."""
-    persistence = Persistence(store, LOGS, preload=0)
-    for response in responses:
-        writer, number = persistence.next_name()
-        said = np.array([1, 2, 3], np.int32), np.array(response, np.int32)
-        turn = FinishedTurn(tenant, None, 0, *said, writer=writer, number=number)
-        persistence.save(turn, Identity(tenant=tenant))
-    assert persistence._writer.flush(60)
-    persistence._writer.close()
-
-
-class Tenants:
-    """A cache whose requests come from several tenants. Restored turns are counted by tenant."""
-
-    def __init__(self, store: Store, preload: int, **cache: Any) -> None:
-        self.cache = SuffixCache(**cache)
-        self.persistence = Persistence(store, LOGS, preload)
-
-    def start(self, name: str, tenant: str, prompt: list[int], scope: Scope = "tenant") -> None:
-        self.cache.start(name, prompt, tenant=tenant, scope=scope)
-        self.persistence.request_load(self.cache, Identity(tenant=tenant, scope=scope), group=None, family=None)
-
-    def load(self) -> int:
-        wait_until(lambda: self.persistence._loader.has_ready() or not self.pending())
-        return self.persistence.apply_loaded(self.cache, 1.0)
-
-    def pending(self) -> int:
-        return self.persistence._loader.stats().corpora
-
-    def load_all(self) -> int:
-        count = self.load()
-        while self.pending() or self.persistence.has_loaded():
-            count += self.load()
-        self.cache.catch_up()
-        return count
-
-    def draft(self, name: str) -> list[int]:
-        found: list[int] = self.cache.propose([name], 3, cost=0.0)[0].token_ids.tolist()
-        return found
-
-
-def test_a_tenants_corpus_is_read_at_start_or_at_its_first_request(store: FlakyStore) -> None:
-    tell(store, "known", text(100))
-    tell(store, "other", *(text(1000 * number) for number in range(1, 6)))
-    engine = Tenants(store, preload=3)
-    assert engine.persistence.warm_up(engine.cache, 10.0, "known") == 1
-    reads = store.calls
-    for name, tenant, scope in (("a", "known", "tenant"), ("b", "other", "session"), ("c", "other", "none")):
-        engine.start(name, tenant, [7, 8, 100, 101, 102] if tenant == "known" else [5000, 5001, 5002], scope)  # type: ignore[arg-type]
-    assert (engine.load_all(), store.calls) == (0, reads)  # one is loaded, the others do not draw on it
-    assert engine.draft("a") == text(103, 3)
-    engine.start("d", "other", [7, 5000, 5001, 5002])
-    assert engine.load_all() == 3  # the newest
-    assert engine.draft("d") == text(5003, 3)
-    engine.start("e", "other", [7, 1000, 1001, 1002])
-    assert (engine.load_all(), engine.draft("e")) == (0, [])
-
-
-def test_a_tenant_that_was_evicted_is_read_again(store: FlakyStore) -> None:
-    tell(store, "a", text(100))
-    engine = Tenants(store, preload=10)
-    engine.start("r", "a", [7, 8, 100, 101, 102])
-    assert engine.load_all() == 1
-    engine.cache.abort("r")
-    engine.start("r", "a", [7, 8, 100, 101, 102])
-    assert engine.load_all() == 0
-    engine.cache.abort("r")
-    assert engine.cache.forget_tenant("a")
-    engine.start("r", "a", [7, 8, 100, 101, 102])
-    assert engine.load_all() == 1
-    assert engine.draft("r") == text(103, 3)
-
-
-def test_ten_thousand_tenants_stay_bounded(store: FlakyStore) -> None:
-    engine = Tenants(store, preload=10, max_bytes=4_000_000)
-    tell(store, "tenant 9999", text(100))
-    store.gate.clear()
-    for number in range(10_000):  # all of them come while the store hangs
-        engine.start("r", f"tenant {number}", [7, 8, 100, 101, 102])
-        engine.cache.abort("r")
-    assert engine.pending() <= 4097 and engine.persistence.stats()["loader"]["refused"] >= 5900
-    store.gate.set()
-    engine.load_all()
-    for number in range(10_000):
-        engine.start("r", f"tenant {number}", [7, 8, 100, 101, 102])
-        engine.cache.abort("r")
-        engine.persistence.apply_loaded(engine.cache)
-    engine.load_all()
-    loader = engine.persistence._loader
-    assert not (loader._requested or loader._corpora or loader._requests or loader.has_ready())
-    assert engine.cache.stats().bytes <= 4_000_000
-    engine.start("r", "tenant 9999", [7, 8, 100, 101, 102])
-    engine.load_all()
-    assert engine.draft("r") == text(103, 3)
-
-
-def test_each_tenants_turns_lie_in_a_log_of_their_own(store: FlakyStore) -> None:
-    tell(store, "a", text(100), text(200))
-    tell(store, "b", text(300))
-    assert store.namespaces() == store.namespaces(LOGS.prefix) == sorted([LOGS.of("a"), LOGS.of("b")])
-    assert [len(list(store.read(LOGS.of(tenant)))) for tenant in ("a", "b", "c")] == [2, 1, 0]

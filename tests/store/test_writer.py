@@ -3,7 +3,6 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -18,22 +17,11 @@ from agentspec.cache.store import (
     decode,
 )
 from agentspec.errors import StoreError, StoreUnavailableError
-from tests.store.helpers import NS, FlakyStore, entry_of, number_of, turn, unwritable, wait_until
+from tests.store.helpers import NS, FlakyStore, entry_of, turn, unwritable, wait_until
 
+from .flaky import quick, refuse, store, stored
 
-@pytest.fixture
-def store() -> Iterator[FlakyStore]:
-    opened = FlakyStore()
-    yield opened
-    opened.gate.set()
-
-
-def quick() -> CircuitBreaker:
-    return CircuitBreaker(first_pause=0.02, max_pause=0.05, retry_delay=0.001)
-
-
-def stored(store: FlakyStore) -> list[int]:
-    return [number_of(decode(entry.payload)) for entry in store.read(NS)]
+__all__ = ["store"]
 
 
 def test_records_arrive_in_order_and_in_batches(store: FlakyStore) -> None:
@@ -185,18 +173,6 @@ def test_a_record_that_cannot_be_encoded_costs_only_itself(store: FlakyStore, ca
     assert (stats.persisted, stats.refused, stats.queued) == (3, 3, 0)
     assert len(caplog.records) == 1
     assert "prompt_tail" in caplog.text
-
-
-def refuse(store: FlakyStore, error: Exception, never: Callable[[int], bool]) -> None:
-    """Let a store refuse appends with records of numbers that it never takes."""
-    original = store.append
-
-    def picky(namespace: str, entries: list[NewEntry]) -> None:
-        if any(never(number_of(decode(payload))) for _, payload, *_ in entries):
-            raise error
-        original(namespace, entries)
-
-    store.append = picky  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("error", [StoreError("too large"), RuntimeError("a bug")])
@@ -409,194 +385,3 @@ def test_other_threads_get_the_interpreter_while_records_are_encoded(
         sys.setswitchinterval(before)
     assert turns > 100
     writer.close()
-
-
-def test_each_log_gets_its_records_in_order(store: FlakyStore) -> None:
-    writer = BackgroundWriter(store)
-    store.gate.clear()
-    for number in range(1000):
-        writer.put(f"log-{number % 7}", turn("s", number))
-    store.gate.set()
-    assert writer.flush(60)
-    for log in range(7):
-        found = [number_of(decode(entry.payload)) for entry in store.read(f"log-{log}")]
-        assert found == list(range(log, 1000, 7))
-    assert len(store.appended) < 200  # batches, not records
-    writer.close()
-
-
-def test_a_log_whose_append_is_unsure_gets_the_same_records_again_and_no_other_does(store: FlakyStore) -> None:
-    sent: list[tuple[str, list[NewEntry]]] = []
-    original = store.append
-
-    def unsure(namespace: str, entries: list[NewEntry]) -> None:
-        sent.append((namespace, entries))
-        if namespace == "b" and len(sent) < 6:
-            raise StoreUnavailableError("timeout")
-        original(namespace, entries)
-
-    store.append = unsure  # type: ignore[method-assign,assignment]
-    writer = BackgroundWriter(store, batch_seconds=60, breaker=quick())
-    for number in range(9):
-        writer.put("abc"[number % 3], turn("s", number))
-    assert writer.flush(60)
-    tried = [entries for namespace, entries in sent if namespace == "b"]
-    assert len(tried) > 3 and all(entries == tried[0] for entries in tried)
-    assert [namespace for namespace, _ in sent if namespace != "b"] == ["a", "c"]
-    assert [len(list(store.read(log))) for log in "abc"] == [3, 3, 3]
-    stats = writer.stats()
-    assert (stats.persisted, stats.queued, stats.queued_bytes) == (9, 0, 0)
-    writer.close()
-
-
-def test_a_record_that_is_never_taken_costs_no_other_log_anything(store: FlakyStore) -> None:
-    refuse(store, StoreError("too large"), lambda number: number == 13)
-    writer = BackgroundWriter(store, breaker=quick())
-    for number in range(60):
-        writer.put(f"log-{number % 3}", turn("s", number))
-    assert writer.flush(60)
-    found = sorted(number_of(decode(entry.payload)) for log in range(3) for entry in store.read(f"log-{log}"))
-    assert found == [number for number in range(60) if number != 13]
-    assert (writer.stats().refused, writer.stats().persisted) == (1, 59)
-    writer.close()
-
-
-def test_an_erased_session_leaves_the_queue_of_every_log(store: FlakyStore) -> None:
-    store.error = StoreUnavailableError("away")
-    writer = BackgroundWriter(store, breaker=quick())
-    for number in range(6):
-        writer.put("ab"[number % 2], turn("gone" if number < 4 else "kept", number))
-    wait_until(lambda: writer.stats().failed > 2)
-    assert writer.forget("gone", 60)
-    store.error = None
-    assert writer.flush(60)
-    assert [[number_of(decode(entry.payload)) for entry in store.read(log)] for log in "ab"] == [[4], [5]]
-    assert (writer.stats().erased, writer.stats().queued_bytes) == (4, 0)
-    writer.close()
-
-
-class PartedStore(FlakyStore):
-    """A store whose logs lie in the part that their names begin with, each of which can be away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.away: set[str] = set()
-        self.moved: dict[str, str] = {}
-        self.tried: list[str] = []
-
-    def part(self, namespace: str) -> str:
-        return self.moved.get(namespace, namespace[0])
-
-    def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
-        self.tried.append(namespace)
-        if self.part(namespace) in self.away:
-            raise StoreUnavailableError("this part is away")
-        return super().append(namespace, entries, expect=expect)
-
-    def numbers(self, namespace: str) -> list[int]:
-        return [number_of(decode(entry.payload)) for entry in self.read(namespace)]
-
-
-class TestAPartThatIsAway:
-    def test_holds_up_its_own_logs_only(self, caplog: pytest.LogCaptureFixture) -> None:
-        store = PartedStore()
-        writer = BackgroundWriter(store, batch_entries=8)
-        store.away = {"a"}
-        begin = time.monotonic()
-        for number in range(0, 300, 3):
-            for offset, log in enumerate(("a1", "b1", "a2")):
-                writer.put(log, turn("s", number + offset))
-        wait_until(lambda: writer.stats().persisted == 100)
-        stats = writer.stats()
-        assert len(store.numbers("b1")) == 100
-        assert (stats.persisted, stats.queued, stats.state, stats.dropped) == (100, 200, "open", 0)
-        tried = len([log for log in store.tried if log != "b1"])
-        assert 1 <= tried < 2 + (time.monotonic() - begin)  # it is left alone for a second, then for longer
-        store.away.clear()
-        assert writer.flush(60)
-        assert store.numbers("a1") == list(range(0, 300, 3)) and store.numbers("a2") == list(range(2, 300, 3))
-        wait_until(lambda: writer.stats().state == "closed")
-        assert (writer.stats().persisted, writer.stats().queued_bytes) == (300, 0)
-        writer.close()  # which ends its thread, so that it has logged what it had to
-        messages = [record.getMessage() for record in caplog.records]
-        assert ["lost" in line for line in messages] == [True, False] and "is back" in messages[1]
-
-    def test_sends_what_was_unsure_again_as_it_was_and_keeps_the_order_of_a_log_that_moves(self) -> None:
-        store = PartedStore()
-        writer = BackgroundWriter(store, batch_entries=4, batch_seconds=60)
-        store.away = {"a"}
-        for number in range(4):
-            writer.put("a", turn("s", number))
-        wait_until(lambda: writer.stats().state == "open")
-        store.moved["a"] = "b"
-        for number in range(4, 8):
-            writer.put("a", turn("s", number))
-        assert writer.flush(60)
-        assert store.numbers("a") == list(range(8))
-        assert [len(batch) for batch in store.appended] == [4, 4]
-        writer.close()
-
-    def test_keeps_nobody_waiting_for_a_call_that_is_not_made(self) -> None:
-        """The breaker lets one call through, but all that the batch has goes to a part that is away."""
-        store = PartedStore()
-        store.away, store.moved["n"] = {"a", ""}, ""  # nobody knows where log n is
-        writer = BackgroundWriter(store, breaker=quick())
-        writer.put("a", turn("s", 1))
-        wait_until(lambda: len(writer._aside) == 1)
-        writer.put("n", turn("gone", 2))
-        wait_until(lambda: writer.stats().failed >= 6)
-        writer.put("a", turn("s", 3))
-        assert writer.forget("gone", 60)
-        wait_until(lambda: len(writer._aside) == 2)
-        writer.put("b", turn("s", 4))
-        wait_until(lambda: store.numbers("b") == [4])
-        store.away.clear()
-        assert writer.flush(60)
-        assert store.numbers("a") == [1, 3]
-        writer.close()
-
-    def test_is_bounded_and_the_oldest_of_all_go_first(self) -> None:
-        store = PartedStore()
-        store.away = {"a"}
-        writer = BackgroundWriter(store, max_entries=50, batch_entries=8)
-        for number in range(500):
-            writer.put("a", turn("s", number))
-            writer.put("b", turn("s", number))
-            assert writer.stats().queued <= 50
-        wait_until(lambda: writer.stats().queued == len(writer._aside))
-        stats = writer.stats()
-        assert stats.persisted + stats.dropped + stats.queued == 1000
-        store.away.clear()
-        assert writer.flush(60)
-        assert store.numbers("a") == sorted(store.numbers("a")) and store.numbers("a")[-1] == 499
-        assert writer.stats().queued_bytes == 0
-        writer.close()
-
-    def test_forgets_an_erased_session_and_finds_a_record_that_is_never_taken(self) -> None:
-        store = PartedStore()
-        store.away = {"a"}
-        writer = BackgroundWriter(store, batch_entries=16, batch_seconds=0.1)
-        for number in range(12):
-            writer.put("a", turn(f"s{number % 3}", number) if number != 5 else unwritable("s2"))
-        wait_until(lambda: writer.stats().state == "open")
-        assert writer.forget("s1", 60)
-        assert (writer.stats().erased, writer.stats().queued) == (4, 8)
-        store.away.clear()
-        assert writer.flush(60)
-        assert store.numbers("a") == [0, 2, 3, 6, 8, 9, 11]
-        assert (writer.stats().refused, writer.stats().queued_bytes) == (1, 0)
-        writer.close()
-
-    def test_is_tried_once_more_at_the_end_and_what_is_lost_is_counted(self) -> None:
-        for away in (True, False):
-            store = PartedStore()
-            store.away = {"a"}
-            writer = BackgroundWriter(store)
-            for number in range(3):
-                writer.put("a", turn("s", number))
-            wait_until(lambda at=writer: at.stats().state == "open")  # type: ignore[misc]
-            if not away:
-                store.away.clear()
-            writer.close(60)
-            assert (writer.stats().persisted, writer.stats().dropped) == ((0, 3) if away else (3, 0))
-            assert (writer.stats().queued, writer.stats().queued_bytes) == (0, 0)

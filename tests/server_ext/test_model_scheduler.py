@@ -1,0 +1,196 @@
+"""For which rows a draft model runs, and how many passes it gets."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from agentspec.server_ext.fusion.draft_model import RESTS
+from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, ModelTime, Pace, PassTime, gained_tokens
+
+from .drafts import request
+
+
+class TestGain:
+    def test_a_draft_that_stays_gains_nothing(self) -> None:
+        assert gained_tokens((1.5, 4), (1.5, 4), 0.05) == 0.0
+
+    def test_tokens_for_nothing_are_gained_whole(self) -> None:
+        assert gained_tokens((0.0, 0), (1.5, 2), 0.0) == pytest.approx(1.5)
+        assert gained_tokens((1.0, 1), (2.5, 4), 0.0) == pytest.approx(1.5)
+
+    def test_verifying_more_costs_what_the_time_would_have_brought(self) -> None:
+        assert 1.2 < gained_tokens((0.0, 0), (1.5, 2), 0.1) < 1.3
+        assert gained_tokens((0.0, 0), (0.1, 8), 0.1) < 0.0
+
+    def test_a_draft_that_is_doubted_loses(self) -> None:
+        assert gained_tokens((1.5, 4), (0.0, 0), 0.05) < 0.0
+
+
+class TestModelTime:
+    def test_between_and_beyond_what_was_seen(self) -> None:
+        time = ModelTime()
+        assert time.seconds(1) is None
+        for rows, seconds in ((2, 0.002), (6, 0.004)):
+            for _ in range(5):
+                time.observe(rows, seconds)
+        assert [time.seconds(rows) for rows in (1, 2, 4, 6)] == pytest.approx([0.002, 0.002, 0.003, 0.004])
+        assert time.seconds(12) == pytest.approx(0.008)
+
+    def test_a_pause_is_no_property_of_the_model(self) -> None:
+        time = ModelTime()
+        for _ in range(20):
+            time.observe(1, 0.001)
+        time.observe(1, 10.0)
+        assert (time.seconds(1) or 1.0) < 0.0012
+
+
+class TestScheduler:
+    @staticmethod
+    def taught(gain: float, seconds: float = 0.001, promised: float = 0.0) -> DraftModelScheduler:
+        scheduler = DraftModelScheduler()
+        for rows in (1, 2, 4, 8):
+            scheduler.time.observe(rows, seconds)
+        for _ in range(400):
+            scheduler.learn(request(), promised, gain)
+        return scheduler
+
+    def test_it_runs_before_anything_is_known(self) -> None:
+        assert DraftModelScheduler().choose([request(), request()], [0.0, 3.0], [1, 2], Pace(1.0, None)) == [0, 1]
+
+    def test_rows_without_room_are_left_out(self) -> None:
+        assert DraftModelScheduler().choose([request(), request()], [0.0, 3.0], [0, 1], Pace(1.0, 0.01)) == [1]
+        assert self.taught(0.5).choose([request(), request()], [0.0, 3.0], [0, 0], Pace(1.0, 0.01)) == []
+
+    def test_it_runs_where_the_gain_is_worth_the_time(self) -> None:
+        pace = Pace(1.0, 0.010)  # 1 ms of the loop is a tenth of a token
+        assert self.taught(0.5).choose([request()], [0.0], [1], pace) == [0]
+        assert self.taught(0.05).choose([request()], [0.0], [1], pace) == []
+
+    def test_only_rows_whose_suffix_indexes_promise_little_are_chosen(self) -> None:
+        scheduler = self.taught(0.5)
+        for _ in range(400):
+            scheduler.learn(request(), 5.0, -0.1)
+        assert scheduler.choose([request() for _ in range(3)], [5.0, 0.0, 5.0], [2, 1, 2], Pace(1.0, 0.010)) == [1]
+
+    def test_rows_that_pay_only_together_are_run_together(self) -> None:
+        """A loop of many rows takes hardly longer than one of a single row."""
+        scheduler = self.taught(0.08, seconds=0.001)
+        pace = Pace(1.0, 0.010)
+        assert scheduler.choose([request()], [0.0], [1], pace) == []
+        assert scheduler.choose([request() for _ in range(3)], [0.0] * 3, [1] * 3, pace) == [0, 1, 2]
+
+    def test_a_request_of_its_own_kind_is_known_after_a_while(self) -> None:
+        scheduler = self.taught(-0.2)
+        usual, good = request("usual"), request("good")
+        for _ in range(40):
+            scheduler.learn(good, 0.0, 1.0)
+        pace = Pace(1.0, 0.010)
+        assert scheduler.choose([usual, good], [0.0, 0.0], [1, 1], pace) == [1]
+        assert scheduler.gain(request("good"), 0.0) == scheduler.gain(usual, 0.0), "an id used again is another request"
+
+    def test_a_trial_now_and_then_takes_a_hundredth_of_the_time(self) -> None:
+        scheduler = self.taught(-0.1)
+        pace = Pace(1.0, 0.010)
+        runs = sum(bool(scheduler.choose([request()], [0.0], [1], pace)) for _ in range(1000))
+        assert runs == pytest.approx(1000 * 0.01 * 0.010 / 0.001, abs=2)
+        assert scheduler.trials == runs
+
+    def test_a_model_that_has_become_useful_is_found_out(self) -> None:
+        scheduler = self.taught(-0.1)
+        pace = Pace(1.0, 0.010)
+        runs, state = 0, request()
+        for _ in range(5000):
+            if scheduler.choose([state], [0.0], [1], pace):
+                scheduler.learn(state, 0.0, 1.0)
+                runs += 1
+        assert runs > 4000
+
+
+class TestPasses:
+    """A drafter of whole batches: how many tokens it drafts, or whether it rests."""
+
+    @staticmethod
+    def taught(gain: float, first: float = 0.002, further: float = 0.001) -> DraftModelScheduler:
+        scheduler = DraftModelScheduler()
+        for tokens in (0, 1, 3):
+            scheduler.passes.observe(1, tokens, first + tokens * further)
+        for _ in range(400):
+            scheduler.learn(request(), 0.0, gain)
+        return scheduler
+
+    @staticmethod
+    def choose(
+        scheduler: DraftModelScheduler,
+        worth: Sequence[float] = (0.8, 1.4, 1.8),
+        promised: float = 0.0,
+        room: int = 9,
+        *,
+        rests: bool = False,
+    ) -> int:
+        """Return the number of tokens for one row, where 1 ms is a tenth of a token."""
+        choices = (RESTS, *range(1, len(worth) + 1)) if rests else range(len(worth) + 1)
+        return scheduler.choose_tokens([request()], [promised], [room], worth, choices, Pace(1.0, 0.010))
+
+    def test_the_first_pass_is_no_cost(self) -> None:
+        times = PassTime()
+        assert times.saved(1, 3, 0) is None
+        times.observe(1, 3, 0.008)
+        assert times.saved(1, 3, 0) == pytest.approx(0.006), "a first pass like the others, until more is known"
+        times.observe(1, 0, 0.005)
+        assert times.saved(1, 3, 0) == pytest.approx(0.003)
+        assert times.saved(1, 1, 0) == pytest.approx(0.001)
+
+    def test_a_rest_saves_the_first_pass_too(self) -> None:
+        times = PassTime()
+        times.observe(1, RESTS, 0.001)
+        assert times.saved(1, 3, RESTS) is None
+        assert times.saved(1, RESTS, RESTS) == 0.0
+        times.observe(1, 3, 0.008)
+        assert times.saved(1, 1, RESTS) == pytest.approx(0.003), "a first pass like the others, until more is known"
+        times.observe(1, 0, 0.005)
+        assert times.saved(1, 3, RESTS) == pytest.approx(0.007)
+        assert times.saved(1, 1, RESTS) == pytest.approx(0.005)
+        assert times.saved(1, 3, 0) == pytest.approx(0.003)
+
+    def test_what_a_run_takes_beyond_the_least_is_no_part_of_a_step(self) -> None:
+        times = PassTime()
+        for tokens, seconds in ((0, 0.005), (3, 0.008)):
+            times.observe(1, tokens, seconds)
+        assert [times.beyond_least(1, tokens) for tokens in (0, 3)] == pytest.approx([0.0, 0.003])
+        times.observe(1, RESTS, 0.001)
+        assert [times.beyond_least(1, tokens) for tokens in (RESTS, 0, 3)] == pytest.approx([0.0, 0.004, 0.007])
+
+    def test_it_drafts_all_before_anything_is_known(self) -> None:
+        assert self.choose(DraftModelScheduler()) == 3
+
+    def test_it_drafts_as_many_as_are_worth_their_passes(self) -> None:
+        assert self.choose(self.taught(1.8)) == 3
+        assert self.choose(self.taught(1.8), worth=(0.8, 0.96, 0.98)) == 2
+        assert self.choose(self.taught(1.8), worth=(0.8, 0.82, 0.83)) == 1
+
+    def test_it_stops_where_the_suffix_indexes_are_sure(self) -> None:
+        scheduler = self.taught(1.8)
+        for _ in range(400):
+            scheduler.learn(request(), 6.0, 0.0)
+        assert self.choose(scheduler, promised=6.0) == 0
+        assert self.choose(scheduler, promised=0.0) == 3
+
+    def test_it_rests_where_its_tokens_are_not_worth_the_first_pass(self) -> None:
+        """The first pass takes .2 tokens, each further one .1."""
+        assert self.choose(self.taught(0.15), worth=(0.9, 0.95, 1.0)) == 1
+        assert self.choose(self.taught(0.15), worth=(0.9, 0.95, 1.0), rests=True) == RESTS
+        assert self.choose(self.taught(1.8), rests=True) == 3
+        assert self.choose(self.taught(1.8), room=0, rests=True) == RESTS
+
+    def test_nothing_is_drafted_for_rows_without_room(self) -> None:
+        assert self.choose(self.taught(1.8), room=0) == 0
+
+    def test_what_cannot_be_stopped_is_not(self) -> None:
+        choices = Pace(1.0, 0.010)
+        assert self.taught(-1.0).choose_tokens([request()], [0.0], [9], [0.8, 1.4, 1.8], (3,), choices) == 3
+
+    def test_trials_take_a_hundredth_of_the_time(self) -> None:
+        scheduler = self.taught(0.0)
+        tried = [self.choose(scheduler) for _ in range(1000)]
+        assert set(tried) == {0, 3}
+        assert tried.count(3) == pytest.approx(1000 * 0.01 * 0.010 / 0.003, abs=2)

@@ -1,0 +1,371 @@
+"""The extension on vLLM's model runner, without a running engine: what it reads of a step, and what it gives back."""
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from agentspec.errors import SpeculatorError
+from agentspec.server_ext import vllm_adapter
+from agentspec.server_ext.fusion.draft_model import Int64, ModelDraft
+from agentspec.server_ext.vllm_adapter import cheap_steps, runner
+from agentspec.server_ext.vllm_adapter.cheap_steps import metadata_without_drafts
+from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter
+from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, returned_tokens
+
+
+def finished(output: list[int], **params: Any) -> CachedRequestState:
+    """A request as vLLM's model runner keeps it."""
+    return CachedRequestState(
+        req_id="r",
+        prompt_token_ids=[1, 2, 3],
+        mm_features=[],
+        sampling_params=SamplingParams(**params),
+        generator=None,
+        block_ids=([],),
+        num_computed_tokens=0,
+        output_token_ids=output,
+    )
+
+
+class TestReturnedTokens:
+    def test_accepted_drafts_past_max_tokens_are_cut(self) -> None:
+        assert returned_tokens(finished([5, 6, 7, 8], max_tokens=3)) == 3
+
+    def test_accepted_drafts_past_a_stop_token_are_cut(self) -> None:
+        assert returned_tokens(finished([5, 9, 7, 8], max_tokens=10, stop_token_ids=[9])) == 2
+
+    def test_accepted_drafts_past_the_end_token_are_cut(self) -> None:
+        state = finished([5, 2, 7, 8], max_tokens=10)
+        state.sampling_params.update_from_generation_config({}, 2)
+        assert returned_tokens(state) == 2
+
+    def test_the_end_token_is_text_when_it_is_ignored(self) -> None:
+        state = finished([5, 2, 7, 8], max_tokens=10, ignore_eos=True)
+        state.sampling_params.update_from_generation_config({}, 2)
+        assert returned_tokens(state) == 4
+
+    def test_a_stop_before_min_tokens_does_not_count(self) -> None:
+        state = finished([9, 5, 9, 8], max_tokens=10, min_tokens=2, stop_token_ids=[9])
+        assert returned_tokens(state) == 3
+
+    @pytest.mark.parametrize(("least", "begins", "end"), [(0, 50, 8), (6, 50, 8), (9, 50, 9), (0, 9, 8), (0, 200, 0)])
+    def test_accepted_drafts_past_a_repetition_that_vllm_detects_are_cut(
+        self, least: int, begins: int, end: int
+    ) -> None:
+        output = [*range(100, 100 + begins), *[7, 8] * 60]
+        repetition = RepetitionDetectionParams(max_pattern_size=3, min_count=4)
+        state = finished(output, max_tokens=200, min_tokens=begins + least, repetition_detection=repetition)
+        assert returned_tokens(state) == min(begins + end, 200)
+
+
+def test_the_mended_expansion_fills_its_result_in_place_of_a_copy() -> None:
+    vllm_adapter.register()
+    counts = torch.tensor([2, 2, 5], dtype=torch.int32)
+    values = torch.tensor([0.5, 7.0, -1.0])
+    result = rejection_sampler.expand_batch_to_tokens(values, counts, 5, replace_from=-1, replace_to=1)
+    assert result.tolist() == [0.5, 0.5, 1.0, 1.0, 1.0]
+    whole = rejection_sampler.expand_batch_to_tokens(torch.tensor([3, 4], dtype=torch.int32), counts[1:], 5)
+    assert whole.tolist() == [3, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("ends", [[4, 104, 105, 209], [1, 2, 3, 4]])
+def test_metadata_of_a_step_without_drafts_is_what_vllm_computes(ends: list[int]) -> None:
+    import numpy as np
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    scheduled = np.array(ends, dtype=np.int32)
+    runner: Any = object.__new__(GPUModelRunner)
+    runner.device = torch.device("cpu")
+    runner.input_ids = SimpleNamespace(gpu=torch.arange(500, dtype=torch.int32))
+    runner._arange_scratch = np.arange(500, dtype=np.int32)
+    runner.arange_np = np.arange(500, dtype=np.int32)
+    calculate = GPUModelRunner._calc_spec_decode_metadata
+    theirs = getattr(calculate, "__wrapped__", calculate)(runner, np.zeros(4, dtype=np.int32), scheduled)
+    ours = metadata_without_drafts(scheduled, runner.device)
+    assert vars(ours).keys() == vars(theirs).keys()
+    for name, value in vars(theirs).items():
+        mine = getattr(ours, name)
+        assert (mine.tolist() == value.tolist()) if isinstance(value, torch.Tensor) else (mine == value), name
+
+
+class TestTakingDrafts:
+    """What the scheduler is told after a step: nothing, where no row has a draft."""
+
+    @staticmethod
+    def take(*, nothing: bool, asynchronous: bool = False) -> Any:
+        holder = SimpleNamespace(agentspec=SimpleNamespace(drafted_nothing=nothing), use_async_scheduling=asynchronous)
+        return cheap_steps.take_draft_token_ids(lambda self: "vLLM's answer", holder)
+
+    def test_nothing_when_no_row_has_a_draft(self) -> None:
+        assert self.take(nothing=True) is None
+
+    def test_the_drafts_when_there_are_some(self) -> None:
+        assert self.take(nothing=False) == "vLLM's answer"
+
+    def test_under_asynchronous_scheduling_it_stays_vllms(self) -> None:
+        assert self.take(nothing=True, asynchronous=True) == "vLLM's answer"
+
+    def test_a_runner_of_another_method_is_left_alone(self) -> None:
+        holder = SimpleNamespace(use_async_scheduling=False)
+        assert cheap_steps.take_draft_token_ids(lambda self: "theirs", holder) == "theirs"
+
+
+class TestFinishedRequests:
+    """The worker hears of them with the next step, which an engine in the caller's process must not wait for."""
+
+    @staticmethod
+    def extra_steps(*, finished: bool = True, running: bool = False, method: str = "custom_class", **core: Any) -> int:
+        steps: list[int] = []
+        spec = SimpleNamespace(method=method, model=PROPOSER_PATH)
+        scheduler = SimpleNamespace(has_finished_requests=lambda: finished, has_unfinished_requests=lambda: running)
+        of_caller = {"batch_queue": None, "vllm_config": SimpleNamespace(speculative_config=spec)}
+        engine = SimpleNamespace(scheduler=scheduler, step=lambda: steps.append(1), **(of_caller | core))
+        cheap_steps.post_step(lambda core, executed: None, engine, True)
+        return len(steps)
+
+    def test_the_last_ones_end_at_once(self) -> None:
+        assert self.extra_steps() == 1
+
+    def test_others_end_with_the_next_step(self) -> None:
+        assert self.extra_steps(running=True) == self.extra_steps(finished=False) == 0
+
+    def test_an_engine_core_of_its_own_steps_by_itself(self) -> None:
+        assert self.extra_steps(output_queue=object()) == self.extra_steps(batch_queue=object()) == 0
+
+    def test_an_engine_of_another_method_is_left_alone(self) -> None:
+        assert self.extra_steps(method="draft_model") == 0
+
+
+class TestFiguresOfDrafts:
+    """vLLM sends a request's figures with an end that its engine core knows of."""
+
+    @staticmethod
+    def sent(level: str, stop: list[str]) -> bool:
+        """Return whether the output of a request that goes on has its figures."""
+        figures = object()
+        request = SimpleNamespace(sampling_params=SimpleNamespace(stop=stop), spec_decode_metrics=figures)
+        scheduler = SimpleNamespace(spec_decode_metrics_level=level, requests={"r": request})
+        ended, output = (SimpleNamespace(request_id=name, spec_decode_metrics=None) for name in ("ended", "r"))
+        outputs = {0: SimpleNamespace(outputs=[ended, output])}
+        cheap_steps.update_from_output(lambda scheduler, step, result: outputs, scheduler, None, None)
+        assert ended.spec_decode_metrics is None
+        return output.spec_decode_metrics is figures
+
+    def test_a_stop_text_may_end_a_request_in_each_output(self) -> None:
+        assert self.sent("summary", ["."])
+
+    def test_others_wait_for_their_end(self) -> None:
+        assert not self.sent("summary", []) and not self.sent("none", ["."])
+
+
+class TestAskingForDrafts:
+    """The engine core asks the worker for drafts after a step, unless the runner's output says that there are none."""
+
+    @staticmethod
+    def asks(*, nothing: bool, rows: int = 2, asynchronous: bool = False, ours: bool = True) -> bool:
+        holder = SimpleNamespace(use_async_scheduling=asynchronous)
+        if ours:
+            holder.agentspec = SimpleNamespace(drafted_nothing=nothing)
+        output = SimpleNamespace(req_ids=["r"] * rows)
+        sent = pickle.loads(pickle.dumps(cheap_steps.sample_tokens(lambda runner, grammar: output, holder, None)))
+        core = SimpleNamespace(scheduler=SimpleNamespace(), output_queue=None)
+        taken = cheap_steps.update_from_output(lambda scheduler, step, result: result, core.scheduler, None, sent)
+        assert taken is sent
+        asked: list[bool] = []
+        cheap_steps.post_step(lambda core, executed: asked.append(executed), core, True)
+        return bool(asked)
+
+    def test_not_when_no_row_has_a_draft(self) -> None:
+        assert not self.asks(nothing=True)
+
+    def test_when_some_row_has_one(self) -> None:
+        assert self.asks(nothing=False)
+
+    def test_under_asynchronous_scheduling_as_vllm_does(self) -> None:
+        assert self.asks(nothing=True, asynchronous=True)
+
+    def test_after_an_output_without_rows_as_vllm_does(self) -> None:
+        """That output can be a constant of vLLM's, shared by all engines of the process."""
+        assert self.asks(nothing=True, rows=0)
+
+    def test_a_runner_of_another_method_is_left_alone(self) -> None:
+        assert self.asks(nothing=True, ours=False)
+
+
+class TestRowsFilledUp:
+    """vLLM fills up a row that has one token left to compute, unless it has a table of draft tokens by batch size."""
+
+    @staticmethod
+    def table(*, method: str = "custom_class", configured: list[int] | None = None) -> list[int] | None:
+        def init(scheduler: Any, vllm_config: Any) -> None:
+            scheduler.vllm_config = vllm_config
+            scheduler.scheduler_config = SimpleNamespace(max_num_seqs=3)
+            scheduler.num_spec_tokens = 128
+            scheduler.dynamic_sd_lookup = configured
+
+        scheduler = SimpleNamespace()
+        spec = SimpleNamespace(method=method, model=PROPOSER_PATH)
+        cheap_steps.init_scheduler(init, scheduler, vllm_config=SimpleNamespace(speculative_config=spec))
+        table: list[int] | None = scheduler.dynamic_sd_lookup
+        return table
+
+    def test_every_batch_size_may_draft_as_much_as_configured(self) -> None:
+        assert self.table() == [128] * 4
+
+    def test_a_configured_table_stays(self) -> None:
+        assert self.table(configured=[0, 5, 3, 1]) == [0, 5, 3, 1]
+
+    def test_a_scheduler_of_another_method_is_left_alone(self) -> None:
+        assert self.table(method="draft_model") is None
+
+
+def test_a_worker_that_shuts_down_closes_the_extension_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(runner, "note_saved", lambda: order.append("saved"))
+    extension = SimpleNamespace(close=lambda: order.append("extension"), engine=object())
+    wrapper = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(agentspec=extension)))
+    runner.shut_down(lambda wrapper: order.append("worker"), wrapper)
+    assert order == ["extension", "saved", "worker"]
+    extension.engine = None  # as on every rank but the first
+    runner.shut_down(lambda wrapper: None, wrapper)
+    assert order[3:] == ["extension"]
+    runner.shut_down(lambda wrapper: order.append("early"), SimpleNamespace(worker=None))  # before a worker was made
+    assert order[-1] == "early"
+
+
+class Extension:
+    """Stands for a RunnerExtension."""
+
+    def __init__(self, vllm_config: Any, native: Any = None) -> None:
+        self.vllm_config = vllm_config
+        self.waiting = None
+        self.lengths: dict[str, int] = {}
+        self.engine = SimpleNamespace(
+            stats=lambda: {"steps": 7},
+            request=lambda name, caller, call, admin: {"asked": (name, caller, call, admin)},
+            note_lengths=self.lengths.update,
+        )
+        self.finished: list[tuple[str, Any]] = []
+        self.passes: list[ForwardPass] = []
+
+    def draft(self, holder: Any, forward: ForwardPass) -> list[list[int]]:
+        self.passes.append(forward)
+        return [[3]]
+
+    def finish(self, request_id: str, state: Any) -> None:
+        self.finished.append((request_id, state))
+
+
+class TestRunner:
+    """The engine hangs on the model runner, where each wrapped method finds it."""
+
+    @staticmethod
+    def made(monkeypatch: pytest.MonkeyPatch, method: str = "custom_class") -> Any:
+        """Return a runner whose constructor was wrapped."""
+        monkeypatch.setattr(runner, "RunnerExtension", Extension)
+        config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, model=PROPOSER_PATH))
+        holder = SimpleNamespace()
+
+        def construct(self: Any, vllm_config: Any, device: str) -> None:
+            self.vllm_config, self.drafter, self.input_batch = vllm_config, SimpleNamespace(), f"batch on {device}"
+
+        runner.init_runner(construct, holder, config, device="cpu")
+        return holder
+
+    def test_every_way_in_reaches_the_runners_own_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        holder = self.made(monkeypatch)
+        assert holder.drafter.extension is holder.agentspec
+        assert runner.propose_draft_token_ids(pytest.fail, holder, "output", [[1]]) == [[3]]
+        (forward,) = holder.agentspec.passes
+        assert (forward.scheduler_output, forward.sampled) == ("output", [[1]])
+        assert forward.input_batch == "batch on cpu"
+        runner.on_request_state_removed(lambda *_: None, holder, "a", None)
+        assert holder.agentspec.finished == [("a", None)]
+        assert runner.input_fits_in_drafter(pytest.fail, holder, object())
+        worker = SimpleNamespace(model_runner=holder)
+        assert vllm_adapter.worker_rpc(worker, "stats") == {"steps": 7}
+        answer = vllm_adapter.worker_rpc(worker, "request", "a", "p", True, "call")
+        assert answer == {"asked": ("a", "p", "call", True)}
+        assert vllm_adapter.worker_rpc(worker, "lengths", {"a": 3}) is None and holder.agentspec.lengths == {"a": 3}
+
+    def test_a_runner_of_another_method_stays_vllms(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        holder = self.made(monkeypatch, "ngram")
+        assert not hasattr(holder, "agentspec")
+        assert runner.propose_draft_token_ids(lambda *_: "theirs", holder, "output", [[1]]) == "theirs"
+        assert not runner.input_fits_in_drafter(lambda *_: False, holder, object())
+        assert vllm_adapter.worker_rpc(SimpleNamespace(model_runner=holder), "stats") is None
+
+    def test_what_goes_wrong_in_a_step_costs_drafts_alone(self, caplog: pytest.LogCaptureFixture) -> None:
+        extension = object.__new__(runner.RunnerExtension)
+        vars(extension).update(
+            settings=SimpleNamespace(enabled=True),
+            engine=SimpleNamespace(metrics=SimpleNamespace(counters=Counter())),
+            draft_model=None,
+            _cpu_limits=None,
+            _reported=False,
+            _reader=None,
+        )
+        for _ in range(2):
+            assert extension.draft(object(), ForwardPass(None, [[1], [2]])) == [[], []]
+        assert extension.drafted_nothing
+        assert extension.engine is not None
+        assert extension.engine.metrics.counters["errors_adapter"] == 2
+        assert sum("goes on without its drafts" in record.message for record in caplog.records) == 1
+
+    @pytest.mark.parametrize("parallel", [False, True])
+    @pytest.mark.parametrize("ends", [False, True])
+    def test_a_draft_model_that_cannot_begin_or_end_leaves_the_drafts_of_the_indexes(
+        self, parallel: bool, ends: bool
+    ) -> None:
+        class Bound(BoundModel):
+            def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
+                pytest.fail("it was asked")
+
+            def close(self) -> None:
+                with drafter.together():
+                    raise ValueError("no such layer")
+
+        class Broken(ModelDrafter):
+            def load(self, target: Any) -> None:
+                pytest.fail("the weights were read")
+
+            def bind(self, forward: ForwardPass) -> BoundModel:
+                if ends:
+                    return Bound()
+                raise ValueError("no such layer")
+
+        drafter = Broken()
+        drafter.parallel = parallel
+        extension = object.__new__(runner.RunnerExtension)
+        vars(extension).update(
+            settings=SimpleNamespace(enabled=True),
+            engine=SimpleNamespace(
+                metrics=SimpleNamespace(counters=Counter()),
+                propose=lambda step, model: [[3], [4]] if ends or not model else [],
+            ),
+            draft_model=drafter,
+            _cpu_limits=None,
+            _reported=False,
+            _reader=SimpleNamespace(
+                read=lambda *_: SimpleNamespace(batch=SimpleNamespace(rows=np.arange(2, dtype=np.int32)))
+            ),
+        )
+        forward = ForwardPass(None, [[1], [2]])
+        if parallel:  # the other ranks wait for the model, and vLLM must not wait with them
+            with pytest.raises(SpeculatorError, match="restart the server"):
+                extension.draft(object(), forward)
+        else:
+            assert extension.draft(object(), forward) == [[3], [4]]
+            assert extension.engine is not None
+            assert extension.engine.metrics.counters["errors_adapter"] == 1

@@ -1,0 +1,123 @@
+"""Erasures and other jobs on the store, in a thread: what they end, and what they tell."""
+
+from collections.abc import Callable
+
+import pytest
+
+from agentspec.cache.store import Erasure, NewEntry
+from agentspec.errors import StoreUnavailableError
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.persistence.persistence import Persistence
+from tests.store.helpers import LOGS, FlakyStore, wait_until
+
+from .stored_engine import NS, TENANT, Engine, records, store, text
+
+__all__ = ["store"]
+
+
+def test_an_erased_session_is_gone_from_queue_loader_and_store(store: FlakyStore) -> None:
+    engine = Engine(store)
+    engine.say([1, 2, 3], text(100))
+    engine.flush()
+    other = Engine(store)
+    name = other.start([7, 8, 100, 101, 102])
+    wait_until(lambda: other.persistence._loader.ready._waiting)  # read, and not yet applied
+    other.say([7, 8], text(200), session="kept")
+    other.cache.abort(name)
+    other.cache.remove_session(TENANT, "s")
+    assert other.persistence.erase("s", [TENANT]).result(60) == Erasure(1, complete=True)
+    assert other.load() == 0
+    name = other.start([7, 8, 100, 101, 102])
+    assert other.load() == 0
+    assert other.draft(name) == []
+    other.flush()
+    assert [record.session for record in records(store)] == ["kept"]
+
+
+def test_what_was_stored_under_another_tenant_meanwhile_is_erased_too(store: FlakyStore) -> None:
+    """Whoever erases asks first which tenants know the session; a turn with an adapter may finish behind that."""
+    engine = Engine(store)
+    engine.say([1, 2, 3], text(100))
+    engine.cache.start("r", [1, 2, 3], session="s", tenant="adapter")
+    engine.cache.extend("r", text(200))
+    turn = engine.cache.finish("r", name=engine.persistence.next_name())
+    assert turn is not None
+    engine.persistence.save(turn, Identity(tenant="adapter", session="s"))
+    engine.flush()
+    assert len(list(store.read(LOGS.of("adapter"), session="s"))) == 1
+    assert engine.persistence.erase("s", [TENANT]).result(60) == Erasure(2, complete=True)
+    assert [list(store.read(LOGS.of(tenant), session="s")) for tenant in (TENANT, "adapter")] == [[], []]
+
+
+def test_other_processes_hear_of_an_erasure_whose_records_were_trimmed(store: FlakyStore) -> None:
+    engine = Engine(store)
+    assert engine.persistence.erase("s", [TENANT], lambda: {"adapter"}).result(60).complete
+    assert store.tombstones(LOGS.of("adapter"))
+
+
+def test_a_session_asked_for_while_it_is_erased_does_not_come_back(store: FlakyStore) -> None:
+    engine = Engine(store)
+    engine.say([1, 2, 3], text(100))
+    engine.flush()
+    again = Engine(store)
+    release = gate(again.persistence)
+    again.cache.remove_session(TENANT, "s")
+    erasure = again.persistence.erase("s", [TENANT])
+    again.cache.abort(again.start([1, 2, 3]))
+    assert again.persistence.stats()["loader"]["pending"] == 0
+    release()
+    assert erasure.result(60) == Erasure(1, complete=True)
+    assert again.load() == 0
+    again.cache.abort(again.start([1, 2, 3]))
+    assert again.load() == 0
+    assert not again.cache.has_session(TENANT, "s")
+
+
+def test_an_erasure_that_the_store_cannot_do_says_so(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.server_ext.persistence.persistence._ERASE_SECONDS", 0.05)
+    engine = Engine(store)
+    store.gate.clear()
+    engine.say([1, 2, 3], text(100))
+    wait_until(lambda: engine.persistence._writer._in_flight)
+    with pytest.raises(StoreUnavailableError, match="try again"):
+        engine.persistence.erase("s", [TENANT]).result(60)
+    store.gate.set()
+
+
+def gate(persistence: Persistence) -> Callable[[], None]:
+    """Hold the job thread up until the returned function is called."""
+    held = [True]
+    persistence.submit(lambda store: wait_until(lambda: not held))
+    return held.clear
+
+
+def test_jobs_run_one_by_one_and_tell_their_results(store: FlakyStore) -> None:
+    persistence = Persistence(store, LOGS, preload=0)
+    store.append(NS, [NewEntry("s", b"x")])
+    release = gate(persistence)
+    listed = persistence.submit(lambda store: [usage.session for usage in store.sessions(NS)])
+    failing = persistence.submit(lambda store: 1 // 0)
+    assert not (listed.done() or failing.done())
+    assert persistence.stats()["jobs"] == 3
+    release()
+    assert listed.result(60) == ["s"]
+    with pytest.raises(ZeroDivisionError):
+        failing.result(60)
+    wait_until(lambda: persistence.stats()["jobs"] == 0)
+    persistence.close()
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        persistence.submit(lambda store: None)
+    assert persistence.stats()["jobs"] == 0
+
+
+def test_jobs_that_wait_are_bounded(store: FlakyStore) -> None:
+    persistence = Persistence(store, LOGS, preload=0)
+    release = gate(persistence)
+    jobs = [persistence.submit(lambda store: None) for _ in range(63)]
+    with pytest.raises(StoreUnavailableError, match="try again later"):
+        persistence.submit(lambda store: None)
+    release()
+    assert jobs[-1].result(60) is None
+    wait_until(lambda: persistence.stats()["jobs"] == 0)
+    persistence.submit(lambda store: None).result(60)
+    persistence.close()
