@@ -205,6 +205,8 @@ class Oracle:
         names = Names.of(stored.scope, stored.session, stored.group, stored.tenant, stored.family)
         names = replace(names, owner=stored.owner, stored=True)
         tenant, session, group = self._held.find_held(names) if held_only else self._held.entries_of(names)
+        if held_only and not (session or group or (tenant and names.shared)):
+            return
         tail = [self._as_held(token) for token in stored.prompt_tail.tolist()]
         response = stored.response.tolist()
         turn = Turn(stored.kept, stored.parent, stored.block, tail, response, stored.record)
@@ -217,8 +219,7 @@ class Oracle:
         for entry in (session, group):
             if entry:
                 self._held.forget_if_empty(entry)
-        if tenant or not held_only:
-            self._held.evict(tenant)
+        self._held.evict(tenant)
 
     def learn_from(self, turn: FinishedTurn) -> int:
         """Learn how drafts of a turn would have fared, and keep nothing of it."""
