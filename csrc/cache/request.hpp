@@ -21,8 +21,8 @@ struct Verified {
   BySource accepted{}, drafted{};
 };
 
-inline constexpr std::size_t kAskedSiblings = 8;     // running requests of a group that one of them looks into each step,
-inline constexpr std::size_t kAskedTokens = 1024;  // and tokens of its end that it looks for, but for the present sibling
+inline constexpr std::size_t kAskedSiblings = 8;   // running requests of a group that one of them asks in each step,
+inline constexpr std::size_t kAskedTokens = 1024;  // and tokens of its end that it asks all but the present sibling for
 
 struct Request {
   std::shared_ptr<Session> session;

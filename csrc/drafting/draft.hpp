@@ -163,7 +163,7 @@ struct MatchState {
   void forget(std::uint8_t source) {
     matches[source].clear();
     versions[source] = 0;
-    if (source == kSibling) sibling_end = {};
+    if (KnownEnd* const known = known_end(source)) *known = {};
     if (resume.source == source) resume.drop();
   }
 };

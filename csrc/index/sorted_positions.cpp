@@ -223,8 +223,8 @@ Extent SortedPositions::extent(const Token* text, std::span<const Token> context
   return extent;
 }
 
-// Moves `place` to the first position that shares the whole query, as the one before `place` does; false if that may lie
-// in an earlier leaf.
+// Moves `place` to the first position that shares the whole query, as the one before `place` does; false if that may
+// lie in an earlier leaf.
 bool SortedPositions::find_first(const Token* text, const Query& query, Place& place) const {
   if (place.slot == 0) return false;
   const Position* const leaf = tree_.leaf_at(place);

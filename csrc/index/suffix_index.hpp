@@ -30,8 +30,8 @@ struct Match {
   void clear() { length = count = listed = 0; }
 };
 
-// Remembers next to which positions a context belonged, so that a look-up of the context with more tokens behind it need
-// not compare again what they share. Valid while nothing is removed from the index.
+// Remembers next to which positions a context belonged, so that a look-up of the context with more tokens behind it
+// need not compare again what they share. Valid while nothing is removed from the index.
 struct KnownEnd {
   std::size_t length = 0;  // of the context
   Neighbours near;
@@ -58,8 +58,8 @@ class SuffixIndex {
   // thirds of the text; otherwise 0, as any number is as good.
   std::size_t piece(std::size_t most) const;
 
-  // Finds the longest match of the context among the indexed positions. Clears `match` if there is none. `known`: what an
-  // earlier look-up found for the beginning of the same context, which is brought up to date.
+  // Finds the longest match of the context among the indexed positions. Clears `match` if there is none. `known`: what
+  // an earlier look-up found for the beginning of the same context, which is brought up to date.
   void look_up(std::span<const Token> context, Match& match, KnownEnd* known = nullptr) const;
 
   // Finds the occurrences of exactly the last `length` tokens of the context. Clears `match` if there are none.

@@ -1,16 +1,16 @@
 """Help the tests of persistence: a cache and its persistence on a store that fails as told."""
 
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.store import RecordReader, Store, TurnRecord
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
-from tests.store.helpers import LOGS, FlakyStore, wait_until
+from tests.store.flaky import store
+from tests.store.helpers import LOGS, wait_until
+
+__all__ = ["store"]
 
 TENANT = "t"
 NS = LOGS.of(TENANT)
@@ -66,13 +66,6 @@ class Engine:
         self.cache.catch_up()
         found: list[int] = self.cache.propose([name], wanted, cost=0.0)[0].token_ids.tolist()
         return found
-
-
-@pytest.fixture
-def store() -> Iterator[FlakyStore]:
-    opened = FlakyStore()
-    yield opened
-    opened.gate.set()
 
 
 def text(start: int, count: int = 40) -> list[int]:

@@ -193,9 +193,8 @@ class TestFollowing:
         yield process
         process.follower.close()
 
-    def test_the_others_are_followed_and_it_is_later(
-        self, process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def refuse_one_log(self, process: Process, monkeypatch: pytest.MonkeyPatch) -> RefusingStore:
+        """Let a process follow two logs, and find one of them refused. Return its store."""
         monkeypatch.setattr("agentspec.cache.store.followed._PAUSE_SECONDS", 0.1)
         store = process.store
         assert isinstance(store, RefusingStore)
@@ -203,6 +202,12 @@ class TestFollowing:
         process.begin(GOOD, "good")
         store.refused = {BAD}
         wait_until(lambda: process.follower.stats().refused == 1)
+        return store
+
+    def test_the_others_are_followed_and_it_is_later(
+        self, process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = self.refuse_one_log(process, monkeypatch)
         store.append(GOOD, [entry_of(turn("s", 1))])
         store.erase_session(GOOD, "gone")
         store.erase_session(BAD, "gone")
@@ -219,13 +224,7 @@ class TestFollowing:
         self, process: Process, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The tombstone of an erasure may be gone with it."""
-        monkeypatch.setattr("agentspec.cache.store.followed._PAUSE_SECONDS", 0.1)
-        store = process.store
-        assert isinstance(store, RefusingStore)
-        process.begin(BAD, "bad")
-        process.begin(GOOD, "good")
-        store.refused = {BAD}
-        wait_until(lambda: process.follower.stats().refused == 1)
+        store = self.refuse_one_log(process, monkeypatch)
         store.erase_session(BAD, "gone")
         store.append(GOOD, [entry_of(turn("s", 1))])
         process.wait(delivered=1)

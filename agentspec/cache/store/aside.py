@@ -109,7 +109,7 @@ class SetAside:
         """
         held = self._parts[part]
         if not held.appends:
-            if not (is_log(part) and held.breaker.failing):
+            if not _is_refused(part, held):
                 del self._parts[part]
             return []
         items = held.appends.popleft()
@@ -144,11 +144,12 @@ class SetAside:
 
     def _waited_for(self) -> list[tuple[str, _Part]]:
         """Return the parts that are to be tried: all but refused logs of which no record waits."""
-        return [
-            (name, part)
-            for name, part in self._parts.items()
-            if part.appends or not (is_log(name) and part.breaker.failing)
-        ]
+        return [(name, part) for name, part in self._parts.items() if part.appends or not _is_refused(name, part)]
+
+
+def _is_refused(name: str, part: _Part) -> bool:
+    """Return whether a part is a log whose latest record was refused."""
+    return is_log(name) and part.breaker.failing
 
 
 def log_part(namespace: str) -> str:
