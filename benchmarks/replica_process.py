@@ -115,6 +115,7 @@ class Game:
             for row in self._rows:
                 if row is not None:
                     engine.engine.finish(row.name, row.length - row.prompt)
+            engine.engine.finish_if_idle()
             engine.drafts = [[] for _ in self._rows]
 
     def _begin(self, number: int) -> NewRequest:
@@ -247,6 +248,7 @@ class Replica:
         engine = self._shared.engine
         engine.propose(_whole("said", text, prompt=8))
         engine.finish("said", len(text) - 8)
+        engine.finish_if_idle()
         return time.monotonic()
 
     def listen(self, text: Int32, known: int, seconds: float) -> float | None:
@@ -264,6 +266,7 @@ class Replica:
             else:
                 time.sleep(STEP_SECONDS)
         engine.finish("listening", 0)
+        engine.finish_if_idle()
         return found
 
     def close(self) -> None:

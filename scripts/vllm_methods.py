@@ -75,7 +75,6 @@ READ = (
     "vllm.v1.structured_output.utils:apply_grammar_bitmask",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState",
     "vllm.v1.worker.gpu_input_batch:InputBatch",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model",
 )
 """What the adapter calls, builds on, or replaces on one object alone."""

@@ -5,6 +5,7 @@ fails.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping, Set
@@ -73,7 +74,7 @@ class DraftingEngine:
         self.pricing = StepPricing(settings.verify_cost, settings.step_draft_tokens, limits, settings.longest_step)
         self.fusion = DraftFusion(
             self.cache,
-            lambda error: self._count_error("model", error),
+            partial(self.metrics.count_error, "model"),
             score_suffix_drafts=settings.score_suffix_drafts,
         )
         self._persistence = persistence
@@ -81,7 +82,7 @@ class DraftingEngine:
         self._traces = Traces(shares.figures // 8)
         self._accounts = Accounts(self.metrics, self._traces, self._step_record)
         self._groups = PromptGroups(shares.figures // 4)
-        self._cached = CachedRequests(self.cache, persistence, self.metrics, self._groups, self._count_error)
+        self._cached = CachedRequests(self.cache, persistence, self.metrics, self._groups)
         self._turnover = Turnover(self._cached.start, self._cached.keep)
         lengths, self._work_time = self.pricing.acceptance_lengths, self.pricing.work_time
         self._requests = RunningRequests(self._turnover, self.metrics, self._traces, lengths)
@@ -101,7 +102,7 @@ class DraftingEngine:
         self._steps = 0
         self._held_back = 0  # steps whose drafts were dropped, because an erasure by others may have been missed
         self._model_seconds = 0.0  # time that the draft model took in the latest step
-        self._logged: set[str] = set()
+        self._warned = False  # whether the log says that a tenant was outdated
         self._indexing: threading.Thread | None = None  # runs from warm_up to close
 
     def warm_up(self) -> int:
@@ -150,7 +151,7 @@ class DraftingEngine:
         try:
             return self._propose(step, model)
         except Exception as error:  # without drafts the requests still run
-            self._count_error("propose", error)
+            self.metrics.count_error("propose", error)
             for request_id in step.batch.request_ids:
                 self._fail(request_id)
             with suppress(Exception):  # the step may be what is wrong
@@ -165,17 +166,21 @@ class DraftingEngine:
         *,
         may_be_shorter: bool = False,
     ) -> None:
-        """Keep the response of a finished request, for later drafts and in the store. Never raises.
+        """Let a finished request's response be kept, for later drafts and in the store. Never raises.
 
-        The next steps do so, or this call if no request is left. output_limit: tokens of the response that the engine
-        returned. text: returns prompt and response, for a request that still waits for its start; without ``text`` such
-        a request is not kept. may_be_shorter: ``note_lengths`` will say how much of the response the caller got.
+        The next steps do so, or ``finish_if_idle``. output_limit: tokens of the response that the engine returned.
+        text: returns prompt and response, for a request that still waits for its start; without ``text`` such a
+        request is not kept. may_be_shorter: ``note_lengths`` will say how much of the response the caller got.
         """
         begin = time.thread_time_ns()
         self._leave_batch()
         self._requests.end(request_id, output_limit, text, may_be_shorter=may_be_shorter)
-        self._requests.finish_if_idle()
         self._work_time.spend_since(begin)
+
+    def finish_if_idle(self) -> None:
+        """Keep all responses that wait, if no request runs. Call it where no step may follow."""
+        self._requests.finish_if_idle()
+        self._work_time.note_cache(self.cache.worked_ns())
 
     def note_lengths(self, lengths: Mapping[str, int]) -> None:
         """Note how many tokens of their responses callers got (`RunningRequests.note_lengths`)."""
@@ -241,7 +246,7 @@ class DraftingEngine:
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
         """Do what a step is for, in order: notes, starts and ends, prices, drafts, figures. Raises any error."""
-        self._begin_periods()
+        self._begin_periods(step)
         loading = self._persistence.has_loaded()
         if loading or step.started or self._turnover:
             self._prepare(step)
@@ -274,8 +279,11 @@ class DraftingEngine:
             return _no_drafts(step)
         return lookup.spread(self.pricing.cut(drafts, allowance, count))
 
-    def _begin_periods(self) -> None:
-        """Tell the cache of new weights and a new epoch. The requests before have finished: vLLM ends them first."""
+    def _begin_periods(self, step: Step) -> None:
+        """Tell the cache of new weights and a new epoch, and keep before what the requests that have ended said."""
+        if self._new_weights or self._new_epoch:
+            self._leave_batch()
+            self._turnover.advance(step, math.inf)
         if self._new_weights:
             self._new_weights = False
             self.metrics.counters["weight_updates"] += 1
@@ -372,8 +380,8 @@ class DraftingEngine:
         running = [state for state in states if not state.failed and state.identity.tenant in outdated]
         for state in running:
             self._fail(state.request_id)
-        if running and "outdated" not in self._logged:
-            self._logged.add("outdated")
+        if running and not self._warned:
+            self._warned = True
             logger.warning(
                 "agentspec: erasures may have been missed, so what was said is forgotten and read from the store again;"
                 " %d running requests go on without drafts",
@@ -387,12 +395,6 @@ class DraftingEngine:
         if state is not None and not state.failed:
             state.failed = True
             self._cached.drop(request_id)
-
-    def _count_error(self, where: str, error: Exception) -> None:
-        self.metrics.counters[f"errors_{where}"] += 1
-        if where not in self._logged:  # log once, because the counter shows the others
-            self._logged.add(where)
-            logger.error("agentspec: %s failed, the engine goes on without its drafts", where, exc_info=error)
 
 
 def _no_drafts(step: Step) -> list[list[int]]:

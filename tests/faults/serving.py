@@ -128,6 +128,7 @@ class Serving:
             time.sleep(0.0005)  # the forward pass
             self.slept.append(time.perf_counter() - begin)
         self._timed(lambda: self.engine.finish(name, len(output)))
+        self._timed(self.engine.finish_if_idle)
 
     def _timed(self, call: Callable[[], object]) -> None:
         wall, cpu = time.perf_counter(), time.thread_time()

@@ -70,6 +70,7 @@ class Replica:
         self.step()
         del self.texts[name]
         self.engine.finish(name)
+        self.engine.finish_if_idle()
 
     def say(self, prompt: list[int], response: list[int], session: str | None = "s", **names: str) -> None:
         self.end(self.begin(prompt, session, **names), response)
@@ -83,6 +84,7 @@ class Replica:
         finally:
             del self.texts[name]
             self.engine.finish(name, 0)
+            self.engine.finish_if_idle()
 
     def follower(self, name: str) -> int:
         return int(self.persistence.stats()["follower"][name])

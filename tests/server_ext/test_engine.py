@@ -85,6 +85,7 @@ def test_a_session_ends_behind_its_other_requests() -> None:
     engine.proposer.propose(replace(step, started=()))
     assert engine.proposer.cache.has_session(None, "s")
     engine.proposer.finish("long", 3)
+    engine.proposer.finish_if_idle()
     assert not engine.proposer.cache.has_session(None, "s")
 
 
@@ -197,6 +198,7 @@ def test_figures_go_on_where_drafting_has_failed() -> None:
     assert [rows.tokens_and_steps(name) for name in "0123"] == [(9, 7), (9, 7), (4, 4), (3, 3)]
     for name in "0123":
         rows.proposer.finish(name)
+    rows.proposer.finish_if_idle()
     counters = rows.proposer.stats()["counters"]
     assert (counters["started"], counters["finished"], counters["errors_start"]) == (3, 3, 1)
 
@@ -237,6 +239,7 @@ def test_streamed_input_ends_a_turn_and_begins_the_next() -> None:
         prompt = [*prompt, *response[:-1], 700 + number, 710 + number]
     assert engine.proposer.stats()["running"] == 1
     engine.proposer.finish("r", 10)
+    engine.proposer.finish_if_idle()
     assert [turn and (turn.kept, turn.prompt_tail.tolist(), len(turn.response)) for turn in said] == [
         (0, [1, 2, 3], 9),
         (12, [700, 710], 9),

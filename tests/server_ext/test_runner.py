@@ -249,12 +249,13 @@ class Extension:
 
     def __init__(self, vllm_config: Any, native: Any = None) -> None:
         self.vllm_config = vllm_config
-        self.waiting = None
+        self.waiting, self.idle = None, False
         self.lengths: dict[str, int] = {}
         self.engine = SimpleNamespace(
             stats=lambda: {"steps": 7},
             request=lambda name, caller, call, admin: {"asked": (name, caller, call, admin)},
             note_lengths=self.lengths.update,
+            finish_if_idle=lambda: setattr(self, "idle", True),
         )
         self.finished: list[tuple[str, Any]] = []
         self.passes: list[ForwardPass] = []
@@ -292,6 +293,11 @@ class TestRunner:
         assert forward.input_batch == "batch on cpu"
         runner.on_request_state_removed(lambda *_: None, holder, "a", None)
         assert holder.agentspec.finished == [("a", None)]
+        runner.update_states(lambda *_: "corrections", holder, SimpleNamespace(total_num_scheduled_tokens=3))
+        assert not holder.agentspec.idle
+        output = SimpleNamespace(total_num_scheduled_tokens=0)
+        assert runner.update_states(lambda *_: "corrections", holder, output) == "corrections"
+        assert holder.agentspec.idle
         assert runner.input_fits_in_drafter(pytest.fail, holder, object())
         worker = SimpleNamespace(model_runner=holder)
         assert vllm_adapter.worker_rpc(worker, "stats") == {"steps": 7}

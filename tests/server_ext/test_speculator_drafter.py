@@ -143,6 +143,7 @@ class Server:
             bound.close()
             steps, drafted = steps + 1, drafted + len(draft)
         self.proposer.finish(request_id)
+        self.proposer.finish_if_idle()
         return steps, drafted
 
 

@@ -8,80 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache.store import open_store
-from agentspec.cache.store.records import TurnRecord, decode
-from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.requests.turnover import Turnover
-from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import AcceptanceLength, Batch, NewRequest, RequestState, Step
-from tests.store.helpers import LOGS
-
-ROWS = 4
-PROMPT = 5
-
-
-def slow(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """Let a call take so much CPU time."""
-
-    def slowly(*args: Any, **names: Any) -> Any:
-        until = time.thread_time() + seconds
-        while time.thread_time() < until:
-            pass
-        return call(*args, **names)
-
-    return slowly
-
-
-class Rows:
-    """Rows of one token array, each of which gets a token in each step. The cache takes longer than any step has."""
-
-    def __init__(self, seconds: float = 3e-3, verify_cost: float | None = None) -> None:
-        self.store = open_store("memory://")
-        self.persistence = Persistence(self.store, LOGS, 0)
-        settings = Settings(store="memory://", verify_cost=verify_cost)
-        self.engine = DraftingEngine(settings, self.persistence, 1000, 16)
-        self.engine.cache.start = slow(self.engine.cache.start, seconds)  # type: ignore[method-assign]
-        self.engine.cache.finish = slow(self.engine.cache.finish, seconds)  # type: ignore[method-assign]
-        self.tokens = np.arange(ROWS * 200, dtype=np.int32).reshape(ROWS, 200)
-        self.lengths = dict[str, int]()
-        self.rows = dict[str, int]()
-
-    def begin(self, *ids: str, session: str | None = None) -> list[list[int]]:
-        """Take a step in which requests begin; their names end in their rows."""
-        for name in ids:
-            self.rows[name], self.lengths[name] = int(name[-1]), PROMPT
-        return self.step(*ids, session=session)
-
-    def step(self, *started: str, session: str | None = None) -> list[list[int]]:
-        for name in self.rows:
-            self.lengths[name] += 1
-        rows = np.array(list(self.rows.values()), np.int32)
-        new = [NewRequest(name, self.tokens[self.rows[name], :PROMPT], Identity(None, session)) for name in started]
-        none = np.zeros(len(rows), np.int32)
-        lengths = np.array(list(self.lengths.values()), np.int32)
-        batch = Batch(tuple(self.rows), rows)
-        return self.engine.propose(Step(batch, new, self.tokens, lengths, none + 8, none, num_draft_tokens=0))
-
-    def end(self, name: str, *, told: bool = True, may_be_shorter: bool = False) -> None:
-        text = self.tokens[self.rows.pop(name), : self.lengths.pop(name)].tolist()
-        self.engine.finish(name, len(text) - PROMPT, (lambda: text) if told else None, may_be_shorter=may_be_shorter)
-
-    @property
-    def started(self) -> int:
-        return self.engine.metrics.counters["started"]
-
-    @property
-    def finished(self) -> int:
-        return self.engine.metrics.counters["finished"]
-
-    def stored(self) -> list[TurnRecord]:
-        """Return the turns in the store, in the order in which they came."""
-        self.persistence._writer.flush(10.0)
-        records = [decode(entry.payload) for entry in self.store.read(LOGS.of(None))]
-        return [record for record in records if isinstance(record, TurnRecord)]
+from tests.server_ext.slow_rows import PROMPT, ROWS, Rows
 
 
 @pytest.fixture
@@ -102,6 +33,44 @@ def test_a_step_starts_half_of_what_begins_and_counts_for_all(rows: Rows) -> Non
     for name in names:
         figures = rows.engine.request(name)
         assert figures is not None and figures["tokens"] == figures["steps"] == 4
+
+
+def test_ends_do_not_hold_up_the_request_that_begins_in_their_step(rows: Rows) -> None:
+    """All that ran ends in one step, and vLLM tells so with the next request: its step must not keep them all."""
+    names = [f"r{row}" for row in range(ROWS)]
+    rows.begin(*names)
+    for _ in names:
+        rows.step()
+    for name in names:
+        rows.end(name, last=False)
+    rows.begin("next0")
+    assert (rows.started, rows.finished) == (ROWS + 1, 0)
+    for count in range(1, ROWS + 1):
+        rows.step()
+        assert rows.finished == count
+    rows.end("next0")  # vLLM has no further step
+    assert rows.finished == ROWS + 1
+    assert {len(turn.response) for turn in rows.stored()} == {ROWS + 1}
+
+
+@pytest.mark.parametrize("note", ["note_new_weights", "note_new_epoch"])
+def test_what_ended_before_new_weights_is_kept_before_them(rows: Rows, note: str) -> None:
+    rows.begin("r0", "r1", "r2", "r3")
+    for _ in range(ROWS):
+        rows.step()
+    kept: list[int] = []
+    for begin in (rows.engine.cache.begin_weights, rows.engine.cache.begin_epoch):
+
+        def begun(begin: Callable[[], None] = begin) -> None:
+            kept.append(rows.finished)
+            begin()
+
+        setattr(rows.engine.cache, begin.__name__, begun)
+    for name in ("r0", "r1", "r2"):
+        rows.end(name, last=False)
+    getattr(rows.engine, note)()
+    rows.step()
+    assert kept == [3]
 
 
 def test_requests_begin_before_others_end_unless_their_session_waits_for_that(rows: Rows) -> None:

@@ -3,6 +3,7 @@
 Plain numbers without locks, updated once a step.
 """
 
+import logging
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from typing import Any
 
 from agentspec.cache import SOURCES
 from agentspec.server_ext.figures.traces import Trace
+
+logger = logging.getLogger(__name__)
 
 _KEPT_REQUESTS = 4_096
 _REQUEST_BYTES = 1_024
@@ -136,6 +139,12 @@ class Metrics:
             figures.drafts += 1
             self.counters["drafts"] += 1
         return total, right
+
+    def count_error(self, where: str, error: Exception) -> None:
+        """Count an error that costs drafts, and log the first of its kind. where: what failed."""
+        self.counters[f"errors_{where}"] += 1
+        if self.counters[f"errors_{where}"] == 1:
+            logger.error("agentspec: %s failed, the engine goes on without its drafts", where, exc_info=error)
 
     @property
     def bytes(self) -> int:

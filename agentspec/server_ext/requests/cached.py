@@ -1,7 +1,7 @@
 """Start requests in the suffix cache, keep what they said, and send it to the store."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from agentspec.cache import SuffixCache
@@ -19,7 +19,7 @@ _LEAST_KEPT = 2
 class CachedRequests:
     """Start and finish an engine's requests in its cache. No call raises.
 
-    groups: finds the group of a request that names none. count_error(where, error): is told what failed.
+    groups: finds the group of a request that names none.
     """
 
     def __init__(
@@ -28,10 +28,8 @@ class CachedRequests:
         persistence: Persistence,
         metrics: Metrics,
         groups: PromptGroups,
-        count_error: Callable[[str, Exception], None],
     ) -> None:
-        self._cache, self._persistence, self._metrics = cache, persistence, metrics
-        self._groups, self._count_error = groups, count_error
+        self._cache, self._persistence, self._metrics, self._groups = cache, persistence, metrics, groups
 
     def start(
         self, state: RequestState, new: NewRequest, prompt: Sequence[int] | Int32, response: Sequence[int]
@@ -63,7 +61,7 @@ class CachedRequests:
             if len(response):
                 self._cache.extend(new.request_id, response)
         except Exception as error:  # the other requests must get their drafts even if this one cannot start
-            self._count_error("start", error)
+            self._metrics.count_error("start", error)
             state.failed = True
             return
         state.started = True
@@ -105,4 +103,4 @@ class CachedRequests:
             if turn is not None and turn.session == state.identity.session:  # unless it has just been erased
                 self._persistence.save(turn, state.identity)
         except Exception as error:
-            self._count_error("finish", error)
+            self._metrics.count_error("finish", error)

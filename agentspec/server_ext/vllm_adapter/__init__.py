@@ -265,6 +265,8 @@ PATCHES = (
           "drafts once the sampled tokens are on the host"),
     Patch("runner", _RUNNER, "_on_request_state_removed", runner.on_request_state_removed,
           "tells the engine that a request has ended"),
+    Patch("runner", _RUNNER, "_update_states", runner.update_states,
+          "tells the engine that no step follows the ends of requests"),
     Patch("runner", _RUNNER, "_input_fits_in_drafter", runner.input_fits_in_drafter,
           "drafts go on near max_model_len, cut row by row"),
     Patch("runner", _RUNNER, "_calc_spec_decode_metadata", cheap_steps.calc_spec_decode_metadata,

@@ -264,6 +264,16 @@ def on_request_state_removed(original: Callable[..., Any], runner: Any, req_id: 
         extension.finish(req_id, req_state)
 
 
+def update_states(original: Callable[[Any, Any], Any], runner: Any, scheduler_output: Any) -> Any:
+    """Let the engine keep the last responses where vLLM only tells the runner that they have ended."""
+    result = original(runner, scheduler_output)
+    if not scheduler_output.total_num_scheduled_tokens:
+        extension = extension_of(runner)
+        if extension is not None and extension.engine is not None:
+            extension.engine.finish_if_idle()
+    return result
+
+
 def sleep(original: Callable[..., None], worker: Any, level: int = 1) -> None:
     """Tell the extension how deep vLLM sleeps."""
     original(worker, level)
