@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -140,6 +140,25 @@ class DraftingEngine:
         state = self._requests.by_id.get(request_id)
         return state is not None and state.prompt_length == prompt_length
 
+    def begin(self, started: Sequence[NewRequest]) -> None:
+        """Begin requests whose prompts are computed next: indexing and loading run beside that. Never raises.
+
+        A request that is known stays as it is; a step tells of its new prompt. Those of ``started`` that this call has
+        no time for start in the next steps.
+        """
+        if not self.settings.enabled:
+            return
+        begin = time.thread_time_ns()
+        try:
+            self._begin_periods()
+            fresh = [new for new in started if new.request_id not in self._requests.by_id]
+            self._turn_over(fresh, None, DEFAULT_WORK_SECONDS)  # a step that computes prompts takes long
+        except Exception as error:
+            self.metrics.count_error("begin", error)
+            for new in started:
+                self._fail(new.request_id)
+        self._work_time.spend_since(begin)
+
     def propose(self, step: Step, model: StepModel | None = None) -> list[list[int]]:
         """Return a draft for each row of ``step``, empty if none is worth its cost. Never raises.
 
@@ -246,7 +265,7 @@ class DraftingEngine:
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
         """Do what a step is for, in order: notes, starts and ends, prices, drafts, figures. Raises any error."""
-        self._begin_periods(step)
+        self._begin_periods()
         loading = self._persistence.has_loaded()
         if loading or step.started or self._turnover:
             self._prepare(step)
@@ -279,11 +298,10 @@ class DraftingEngine:
             return _no_drafts(step)
         return lookup.spread(self.pricing.cut(drafts, allowance, count))
 
-    def _begin_periods(self, step: Step) -> None:
+    def _begin_periods(self) -> None:
         """Tell the cache of new weights and a new epoch, and keep before what the requests that have ended said."""
         if self._new_weights or self._new_epoch:
-            self._leave_batch()
-            self._turnover.advance(step, math.inf)
+            self._turn_over((), None, math.inf)
         if self._new_weights:
             self._new_weights = False
             self.metrics.counters["weight_updates"] += 1
@@ -307,31 +325,23 @@ class DraftingEngine:
     def _prepare(self, step: Step) -> None:
         """Start and finish requests, and apply stored turns, as far as there is time."""
         begin, latest = time.thread_time_ns(), self._lookup
-        for new in step.started:
-            self._begin(new)
-        work = latest.allowance.work if latest else DEFAULT_WORK_SECONDS
-        if self._turnover:
-            self._leave_batch()
-            if step.started:  # a step with prompts takes long, so more of its time may go into this
-                work = max(work, self._work_time.in_latest_step())
-            self._turnover.advance(step, self._work_time.for_turnover(work))
-            if starting := self._turnover.starting():
-                self._accounts.undrafted(self._steps + 1, step, starting)
+        work = latest.allowance.work if latest else self._work_time.in_step(None)
+        if step.started or self._turnover:  # a step with prompts takes long, so more of its time may go into this
+            work = max(work, self._work_time.in_latest_step())
+            self._turn_over(step.started, step, self._work_time.for_turnover(work))
+            self._accounts.undrafted(self._steps + 1, step, self._turnover.starting())
         seconds = self._work_time.for_stored_turns(work, begin)
         if seconds is not None:
             self._persistence.apply_loaded(self.cache, seconds)
         self._work_time.spend_since(begin)
 
-    def _begin(self, new: NewRequest) -> None:
-        """Let a request wait for its start. One that is known has grown by streamed input: end its response before."""
-        known = self._requests.by_id.get(new.request_id)
-        if known is not None:
-            self._leave_batch()  # counts the tokens of the request while its state is known
-            # vLLM drops the last token of a response that streamed input follows; the prompt begins with the rest.
-            said = max(known.counted_length - known.prompt_length - 1, 0)
-            before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.awaits_start else ()
-            self._requests.end(new.request_id, said, partial(tuple, before))
-        self._requests.begin(new, self._steps)
+    def _turn_over(self, started: Sequence[NewRequest], step: Step | None, seconds: float) -> None:
+        """Start and finish requests for about so much CPU time. started: those that begin. step: with their rows."""
+        if started or self._turnover:
+            self._leave_batch()
+            for new in started:
+                self._requests.begin(new, self._steps)
+            self._turnover.advance(seconds, started, step)
 
     def _measure(self, took: int) -> None:
         """Count the time of a step's drafting call, in ns, and the CPU time of all work beside drafting."""

@@ -134,7 +134,7 @@ class Rows:
         )
         drafts = self.proposer.propose(step)
         if started:
-            self.proposer._turnover.advance(step, 60.0)  # however slow this machine is
+            self.proposer._turnover.advance(60.0, step.started, step)  # however slow this machine is
             self.proposer._leave_batch()
         return drafts
 

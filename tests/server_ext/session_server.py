@@ -105,13 +105,18 @@ class Server:
         (draft,) = self.engines[engine].propose(step)
         return len(draft)
 
+    def end(self, name: str, output_limit: int, engine: int = 0) -> None:
+        """End a request. Where it was the last, vLLM has no further step."""
+        self.engines[engine].finish(name, output_limit)
+        self.engines[engine].finish_if_idle()
+
     def say(
         self, identity: Identity, text: Sequence[int] = TEXT, prompt: Sequence[int] = PROMPT, engine: int = 0
     ) -> None:
         """Run a request to its end, and wait until it is stored."""
         name = f"r{time.perf_counter_ns()}"
         self.start(name, identity, prompt, text, engine)
-        self.engines[engine].finish(name, len(text))
+        self.end(name, len(text), engine)
         self.wait(lambda: self.engines[engine].stats()["store"]["writer"]["queued"] == 0)
 
     def draws_on(self, identity: Identity, text: Sequence[int] = TEXT, engine: int = 0) -> bool:
@@ -122,11 +127,10 @@ class Server:
     def drafts(self, identity: Identity, text: Sequence[int] = TEXT, engine: int = 0) -> bool:
         """Whether a request draws soon on what was said before. It is aborted, so it leaves nothing."""
         name = f"d{time.perf_counter_ns()}"
-        asked = self.engines[engine]
         drafted = 0
         for _ in range(20):
             drafted = self.start(name, identity, [9, *text[:8]], text[8:10], engine)
-            asked.finish(name, 0)
+            self.end(name, 0, engine)
             if drafted:
                 break
             time.sleep(0.01)

@@ -33,6 +33,7 @@ class Runner:
     def __init__(self) -> None:
         self.input_batch = SimpleNamespace(
             req_ids=[],
+            req_id_to_index={},
             num_tokens_no_spec=np.zeros(8, dtype=np.int32),
             token_ids_cpu=np.zeros((8, LONGEST), dtype=np.int32),
         )
@@ -59,6 +60,7 @@ class Runner:
             self.input_batch.num_tokens_no_spec[row] = 10
             self.input_batch.token_ids_cpu[row, :10] = range(10)
             self.input_batch.req_ids.append(name)
+            self.input_batch.req_id_to_index[name] = row
 
     def step(
         self,
@@ -103,6 +105,17 @@ def test_a_first_step_starts_its_requests(runner: Runner) -> None:
     assert step.max_draft_tokens.tolist() == [4, 4]
     assert (step.num_draft_tokens, step.seconds) == (0, None)
     assert step.tokens is runner.input_batch.token_ids_cpu
+
+
+def test_requests_are_read_before_their_prompts_are_computed(runner: Runner) -> None:
+    runner.add("a", "b")
+    runner.add("embedded", prompt=None)
+    runner.known.add(("a", 10))
+    asked = [SimpleNamespace(req_id=name) for name in ("embedded", "b", "a")]
+    (new,) = runner.reader.begun(runner, asked)
+    assert (new.request_id, new.identity) == ("b", identify(extra_args("of-b")))
+    assert np.shares_memory(new.prompt, runner.input_batch.token_ids_cpu[1, :10])
+    assert list(new.prompt) == list(range(10))
 
 
 def test_a_number_that_is_no_token_ends_no_response(runner: Runner) -> None:

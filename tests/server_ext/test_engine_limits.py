@@ -10,7 +10,7 @@ import torch
 
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.vllm_adapter import cheap_steps
-from agentspec.server_ext.vllm_adapter.runner import engine_limits
+from agentspec.server_ext.vllm_adapter.draft_limit import engine_limits
 from agentspec.server_ext.vllm_adapter.speculative_config import engine_options
 from tests.server_ext.vllm_configs import DENSE, engine_args
 

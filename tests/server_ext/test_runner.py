@@ -249,20 +249,23 @@ class Extension:
 
     def __init__(self, vllm_config: Any, native: Any = None) -> None:
         self.vllm_config = vllm_config
-        self.waiting, self.idle = None, False
+        self.waiting = None
         self.lengths: dict[str, int] = {}
         self.engine = SimpleNamespace(
             stats=lambda: {"steps": 7},
             request=lambda name, caller, call, admin: {"asked": (name, caller, call, admin)},
             note_lengths=self.lengths.update,
-            finish_if_idle=lambda: setattr(self, "idle", True),
         )
         self.finished: list[tuple[str, Any]] = []
+        self.followed: list[Any] = []
         self.passes: list[ForwardPass] = []
 
     def draft(self, holder: Any, forward: ForwardPass) -> list[list[int]]:
         self.passes.append(forward)
         return [[3]]
+
+    def follow(self, holder: Any, begun: Any) -> None:
+        self.followed.append(begun)
 
     def finish(self, request_id: str, state: Any) -> None:
         self.finished.append((request_id, state))
@@ -293,11 +296,10 @@ class TestRunner:
         assert forward.input_batch == "batch on cpu"
         runner.on_request_state_removed(lambda *_: None, holder, "a", None)
         assert holder.agentspec.finished == [("a", None)]
-        runner.update_states(lambda *_: "corrections", holder, SimpleNamespace(total_num_scheduled_tokens=3))
-        assert not holder.agentspec.idle
-        output = SimpleNamespace(total_num_scheduled_tokens=0)
-        assert runner.update_states(lambda *_: "corrections", holder, output) == "corrections"
-        assert holder.agentspec.idle
+        for begun, count in (["new"], 3), ([], 1), ([], 0):
+            output = SimpleNamespace(scheduled_new_reqs=begun, total_num_scheduled_tokens=count)
+            assert runner.update_states(lambda *_: "corrections", holder, output) == "corrections"
+        assert holder.agentspec.followed == [["new"], []]  # of a step in which nothing begins or ends it asks nothing
         assert runner.input_fits_in_drafter(pytest.fail, holder, object())
         worker = SimpleNamespace(model_runner=holder)
         assert vllm_adapter.worker_rpc(worker, "stats") == {"steps": 7}

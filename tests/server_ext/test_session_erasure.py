@@ -45,7 +45,7 @@ class TestErasure:
         assert server.draws_on(bob, other) and server.draws_on(server.identity(ADA, "two"))
         assert server.call(ADA, "GET", "fix-42").status_code == 404
         assert (server.listed(ADA), server.listed(BOB)) == (["two"], ["fix-42"])
-        server.engines[0].finish("running", 2)  # keeps nothing
+        server.end("running", 2)  # keeps nothing
         server.say(server.identity(ADA, "two"), TEXT)
         assert server.listed(ADA) == ["two"]
         assert server.erase(ADA, "fix-42").status_code == 200  # erased already

@@ -385,7 +385,7 @@ def test_nothing_is_finished_before_it_is_started_whatever_the_order(seconds: fl
                 turnover.end(running.pop(name), 8, lambda: [1, 2, 3])
         rows, none = tuple(running), np.zeros(len(running), np.int32)
         tokens = np.zeros((1, 4), np.int32)
-        turnover.advance(Step(Batch(rows, none), (), tokens, none, none, none, num_draft_tokens=0), seconds)
+        turnover.advance(seconds, (), Step(Batch(rows, none), (), tokens, none, none, none, num_draft_tokens=0))
         assert len(turnover) < 40
     turnover.finish_all()
     order = {event: place for place, event in enumerate(done)}
@@ -403,6 +403,6 @@ def test_a_step_finishes_an_eighth_of_what_ends() -> None:
     counts = []
     while turnover:
         before = len(done)
-        turnover.advance(step, 0.0)
+        turnover.advance(0.0, step.started, step)
         counts.append(len(done) - before)
     assert counts == [3, 3, 2, 2, 2] + 8 * [1] and done == [str(number) for number in range(20)]

@@ -63,8 +63,10 @@ class WorkTime:
     def for_indexing(self, allowed: float, *, halved: bool) -> float:
         """Return the seconds for indexing: what starts and ends have left, and a quarter in any case.
 
-        halved: whether stored turns had the other half of the step's time.
+        A step that took longer than others, as by computing prompts, has more time. halved: whether stored turns had
+        the other half of the step's time.
         """
+        allowed = max(allowed, self.in_latest_step())
         half = allowed / 2 if halved else allowed
         return max(half / 4, half - 1e-9 * self._spent_ns)
 

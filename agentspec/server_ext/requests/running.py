@@ -2,6 +2,9 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
 
 from agentspec.server_ext.figures.metrics import Metrics
 from agentspec.server_ext.figures.traces import Traces
@@ -29,7 +32,16 @@ class RunningRequests:
         return [self.by_id[request_id] for request_id in request_ids if request_id in self.by_id]
 
     def begin(self, new: NewRequest, step: int) -> None:
-        """Let a request of that step wait for its start."""
+        """Let a request of that step wait for its start.
+
+        One that is known has grown by streamed input. Its response ends before; all its tokens must be counted by now.
+        """
+        known = self.by_id.get(new.request_id)
+        if known is not None:
+            # vLLM drops the last token of a response that streamed input follows; the prompt begins with the rest.
+            said = max(known.counted_length - known.prompt_length - 1, 0)
+            before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.awaits_start else ()
+            self.end(new.request_id, said, partial(tuple, before))
         identity, length = new.identity, len(new.prompt)
         figures = self._metrics.begin(new.api_id or new.request_id, identity.caller, new.call)
         accepted = self._lengths.begin(length + 1, step)  # prefill gives a token, too

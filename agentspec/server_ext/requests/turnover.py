@@ -110,10 +110,11 @@ class Turnover:
         found = (item.state for item in self._waiting if isinstance(item, Ending))
         return next((state for state in found if state.request_id == request_id), None)
 
-    def advance(self, step: Step, seconds: float) -> None:
+    def advance(self, seconds: float, started: Sequence[NewRequest] = (), step: Step | None = None) -> None:
         """Start and finish as many requests as fit into so much CPU time of this thread, and the least part anyway.
 
-        step: its rows hold the prompts of the requests that wait for their start. A request that has no row stays.
+        started: requests that have just begun, whose prompts are valid. step: its rows hold the prompts of the others
+        that wait for their start. A request that has no row stays.
         """
         now = time.thread_time()
         until = now + seconds
@@ -124,12 +125,14 @@ class Turnover:
             others = len(list(takewhile(_may_be_done, rest[:others])))
         done, least = 0, starts + others
         rows: dict[str, int] = {}
-        fresh = {id(new): new for new in step.started}
+        fresh = set(map(id, started))
         for item in [*first[:starts], *rest[:others], *first[starts:], *rest[others:]]:
             prompt: Sequence[int] | Int32 | None = None
             if isinstance(item, Beginning) and item.text is None:
                 if id(item.new) in fresh:
                     prompt = item.new.prompt
+                elif step is None:
+                    continue
                 else:
                     rows = rows or dict(zip(step.batch.request_ids, step.batch.rows.tolist(), strict=True))
                     row = rows.get(item.state.request_id)

@@ -5,7 +5,7 @@ Before an engine is made:
 ``launch``              turns ``agentspec serve`` into ``vllm serve``: finds and adds options, runs vLLM's command line
 ``speculative_config``  decides whether an engine drafts, by which method and with which options; says what drafts
 ``native_methods``      configures vLLM's own methods, beside which agentspec drafts
-``draft_limit``         chooses the longest draft by model
+``draft_limit``         chooses the longest draft by model, and finds what a step has room for
 
 In the API server:
 
@@ -266,7 +266,7 @@ PATCHES = (
     Patch("runner", _RUNNER, "_on_request_state_removed", runner.on_request_state_removed,
           "tells the engine that a request has ended"),
     Patch("runner", _RUNNER, "_update_states", runner.update_states,
-          "tells the engine that no step follows the ends of requests"),
+          "tells the engine which requests begin, before their prompts are computed, and that no step follows"),
     Patch("runner", _RUNNER, "_input_fits_in_drafter", runner.input_fits_in_drafter,
           "drafts go on near max_model_len, cut row by row"),
     Patch("runner", _RUNNER, "_calc_spec_decode_metadata", cheap_steps.calc_spec_decode_metadata,

@@ -1,19 +1,28 @@
-"""Choose the longest draft of a request by model, where the user gives no number.
+"""Choose the longest draft of a request by model, where the user gives no number, and find what a step has room for.
 
 vLLM is told the longest draft before it makes its configuration. docs/engine-limits.md says what it costs.
 """
 
 import logging
+import os
 from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 from agentspec.cache.policy import MAX_DRAFT
+from agentspec.server_ext.pricing import EngineLimits
 
 logger = logging.getLogger("vllm.agentspec")
 
 STATE_SHARE = 0.25
 LEAST_STATES, MOST_STATES = 4, 16
+_LOGITS_COPIES = 4
+"""Float32 copies of a position's logits that vLLM's rejection sampler holds at once: all logits, the target's, a clone
+kept for logprobs, and the softmax under random sampling."""
+_LOGITS_COPIES_SORTED = 8
+"""Copies without Triton, where top-p sorts the logits too: values, 64-bit indices (two) and the values' softmax."""
+_FREE_ON_HOST = 0.25
+"""Share of the physical memory that counts as free where the device is the CPU."""
 
 
 def keeps_states(model_config: Any) -> bool:
@@ -109,3 +118,28 @@ def _state_bytes(engine_args: Any, model_config: Any, parallel_config: Any, draf
     model, _ = model_config.registry.resolve_model_cls(model_config.architectures, model_config=model_config)
     shapes, types = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
     return sum(prod(shape) * int(dtype.itemsize) for shape, dtype in zip(shapes, types, strict=True))
+
+
+def engine_limits(vllm_config: Any) -> EngineLimits:
+    """Return the memory and the tokens that vLLM leaves for drafts on its device.
+
+    On CUDA that is the memory outside ``gpu_memory_utilization``, and what vLLM's profiling run has measured: one
+    sampler step with one draft token for each of ``max_num_seqs`` rows. Elsewhere a share of the physical memory
+    counts as free.
+    """
+    from vllm.platforms import current_platform
+
+    scheduler = vllm_config.scheduler_config
+    if current_platform.is_cuda_alike():
+        unclaimed = 1.0 - vllm_config.cache_config.gpu_memory_utilization
+        free, copies = unclaimed * current_platform.get_device_total_memory(), _LOGITS_COPIES
+        provided = scheduler.max_num_seqs
+    else:
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free, copies, provided = _FREE_ON_HOST * physical, _LOGITS_COPIES_SORTED, 0
+    return EngineLimits(
+        free_bytes=int(free),
+        position_bytes=4 * copies * vllm_config.model_config.get_vocab_size(),
+        provided_tokens=provided,
+        scheduled_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+    )

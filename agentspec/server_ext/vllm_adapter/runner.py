@@ -9,7 +9,6 @@ one of vLLM's own, beside which the engine drafts (``native_drafters``).
 import functools
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
@@ -25,6 +24,7 @@ from agentspec.server_ext.public_corpus import Tokenize
 from agentspec.server_ext.settings import MemoryShares, Settings, check_draft_limit, load_settings
 from agentspec.server_ext.step import spread_drafts
 from agentspec.server_ext.vllm_adapter.cpu import keep_freed_memory, on_cpu
+from agentspec.server_ext.vllm_adapter.draft_limit import engine_limits
 from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter, build_draft_model
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, limit_numba_threads
 from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
@@ -40,14 +40,8 @@ from agentspec.server_ext.vllm_adapter.step_reader import (
 
 logger = logging.getLogger("vllm.agentspec")
 
-_LOGITS_COPIES = 4
-"""Float32 copies of a position's logits that vLLM's rejection sampler holds at once: all logits, the target's, a clone
-kept for logprobs, and the softmax under random sampling."""
-_LOGITS_COPIES_SORTED = 8
-"""Copies without Triton, where top-p sorts the logits too: values, 64-bit indices (two) and the values' softmax."""
 _READY_TOKENS = 64
 """Draft tokens of a step for which memory is made ready on CPUs, at their first step."""
-_FREE_ON_HOST = 0.25
 _SAMPLED = 3
 """Place of the sampled tokens, one list a row, in what the runner's ``_bookkeeping_sync`` returns."""
 
@@ -133,6 +127,18 @@ class RunnerExtension:
             else:
                 text = functools.partial(text_of, state)
                 self.engine.finish(request_id, returned_tokens(state), text, may_be_shorter=is_told_later(state))
+
+    def follow(self, runner: Any, begun: Sequence[Any]) -> None:
+        """Let the engine begin requests, or end the last ones where no step follows. begun: vLLM's NewRequestData."""
+        if self.engine is None:
+            return
+        try:
+            if begun:
+                self.engine.begin(self._reader.begun(runner, begun))
+            else:
+                self.engine.finish_if_idle()
+        except Exception:
+            self._report()
 
     def _make_memory_ready(self, limits: EngineLimits) -> None:
         """Keep freed memory from the first step on. Before it, vLLM's KV cache would take the pages that are ready."""
@@ -265,12 +271,11 @@ def on_request_state_removed(original: Callable[..., Any], runner: Any, req_id: 
 
 
 def update_states(original: Callable[[Any, Any], Any], runner: Any, scheduler_output: Any) -> Any:
-    """Let the engine keep the last responses where vLLM only tells the runner that they have ended."""
+    """Tell the engine which requests begin, before their prompts are computed, and that no step follows."""
     result = original(runner, scheduler_output)
-    if not scheduler_output.total_num_scheduled_tokens:
-        extension = extension_of(runner)
-        if extension is not None and extension.engine is not None:
-            extension.engine.finish_if_idle()
+    begun, idle = scheduler_output.scheduled_new_reqs, not scheduler_output.total_num_scheduled_tokens
+    if (begun or idle) and (extension := extension_of(runner)) is not None:
+        extension.follow(runner, begun)
     return result
 
 
@@ -379,29 +384,4 @@ def served_model_key(vllm_config: Any) -> str:
         tokenizer_revision=model.tokenizer_revision,
         overrides=json.dumps(model.hf_overrides, sort_keys=True, default=str) if model.hf_overrides else "",
         given=load_settings(vllm_config.additional_config).model_key,
-    )
-
-
-def engine_limits(vllm_config: Any) -> EngineLimits:
-    """Return the memory and the tokens that vLLM leaves for drafts on its device.
-
-    On CUDA that is the memory outside ``gpu_memory_utilization``, and what vLLM's profiling run has measured: one
-    sampler step with one draft token for each of ``max_num_seqs`` rows. Elsewhere a share of the physical memory
-    counts as free.
-    """
-    from vllm.platforms import current_platform
-
-    scheduler = vllm_config.scheduler_config
-    if current_platform.is_cuda_alike():
-        unclaimed = 1.0 - vllm_config.cache_config.gpu_memory_utilization
-        free, copies = unclaimed * current_platform.get_device_total_memory(), _LOGITS_COPIES
-        provided = scheduler.max_num_seqs
-    else:
-        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        free, copies, provided = _FREE_ON_HOST * physical, _LOGITS_COPIES_SORTED, 0
-    return EngineLimits(
-        free_bytes=int(free),
-        position_bytes=4 * copies * vllm_config.model_config.get_vocab_size(),
-        provided_tokens=provided,
-        scheduled_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
     )

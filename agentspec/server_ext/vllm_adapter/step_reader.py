@@ -148,6 +148,16 @@ class StepReader:
         self._last = now
         return step
 
+    def begun(self, runner: Any, requests: Sequence[Any]) -> list[NewRequest]:
+        """Return those of these requests that the engine does not know, as soon as they have rows.
+
+        requests: vLLM's NewRequestData. The prompts are valid until the rows change.
+        """
+        batch = runner.input_batch
+        rows = [(request.req_id, batch.req_id_to_index[request.req_id]) for request in requests]
+        begun = [self._new(runner, batch.token_ids_cpu, request_id, row) for request_id, row in rows]
+        return [request for request in begun if request is not None]
+
     def _read_rows(
         self, runner: Any, new: Sequence[Any], sampled: Sequence[Sequence[int]], blank: list[int]
     ) -> _ReadBatch:
@@ -182,7 +192,7 @@ class StepReader:
             num_verified_draft_tokens=zeros,
             num_draft_tokens=0,
         )
-        begun = [self._new(runner, step, ids[row], row) for row in fresh]
+        begun = [self._new(runner, step.tokens, ids[row], row) for row in fresh]
         step.started = [request for request in begun if request is not None]
         return _ReadBatch(
             engine_batch=batch,
@@ -196,7 +206,7 @@ class StepReader:
             room=np.empty(len(picked), dtype=np.int32),
         )
 
-    def _new(self, runner: Any, step: Step, request_id: str, row: int) -> NewRequest | None:
+    def _new(self, runner: Any, tokens: Int32, request_id: str, row: int) -> NewRequest | None:
         """Return a request for the engine; None if the engine knows it, or its prompt has no tokens to match."""
         state = runner.requests[request_id]
         if state.prompt_token_ids is None or self._knows(request_id, len(state.prompt_token_ids)):
@@ -206,7 +216,7 @@ class StepReader:
         return NewRequest(
             request_id,
             # The engine's array holds the prompt, too; converting the list would take 10 ms for 100,000 tokens.
-            step.tokens[row, : len(state.prompt_token_ids)],
+            tokens[row, : len(state.prompt_token_ids)],
             identify(extra),
             sorted(end_tokens(params)),
             api_id=api_request_id(request_id),

@@ -1,0 +1,130 @@
+"""Requests begin before their prompts are computed, so that indexing and loading run beside that."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.cache.store import open_store
+from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.step import Batch, NewRequest, Step
+from tests.store.helpers import LOGS, wait_until
+
+LENGTH = 20_000
+VOCABULARY = 50_000
+SOURCE = 15_000
+"""Where the text stands in the prompt that its end and the response repeat."""
+
+
+class Server:
+    """An engine whose one row computes a long prompt of tokens that do not repeat, but for the last eight."""
+
+    def __init__(self) -> None:
+        self.engine = DraftingEngine(
+            Settings(store="memory://", verify_cost=0.001),
+            Persistence(open_store("memory://"), LOGS, 0),
+            VOCABULARY,
+            16,
+        )
+        self.engine.warm_up()
+        self.tokens = np.zeros((1, LENGTH + 100), np.int32)
+        self.tokens[0, :LENGTH] = np.random.default_rng(0).permutation(VOCABULARY)[:LENGTH]
+        self.tokens[0, LENGTH - 8 : LENGTH + 50] = self.tokens[0, SOURCE : SOURCE + 58]
+
+    def new(self, name: str = "r", length: int = LENGTH) -> NewRequest:
+        return NewRequest(name, self.tokens[0, :length], Identity())
+
+    def step(self, length: int = LENGTH + 1, started: tuple[NewRequest, ...] = ()) -> list[int]:
+        none = np.zeros(1, np.int32)
+        batch = Batch(("r",), none)
+        step = Step(batch, started, self.tokens, none + length, none + 16, none, num_draft_tokens=0)
+        (draft,) = self.engine.propose(step)
+        return draft
+
+    @property
+    def counters(self) -> Any:
+        return self.engine.stats()["counters"]
+
+
+@pytest.fixture
+def server(clock_on: None) -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.engine.close()
+
+
+def test_a_prompt_is_indexed_while_it_is_computed(server: Server) -> None:
+    server.engine.begin([server.new()])
+    wait_until(lambda: server.engine.cache.stats().pending == 0)
+    assert server.step() == server.tokens[0, SOURCE + 9 : SOURCE + 25].tolist()
+    assert server.counters["started"] == 1 and server.engine.knows("r", LENGTH)
+
+
+def test_without_that_its_first_steps_have_no_drafts(server: Server) -> None:
+    """What the test above would pass with, if indexing took no time."""
+    assert server.step(started=(server.new(),)) == []
+
+
+def test_a_request_that_is_known_stays_until_a_step_tells_of_its_new_prompt(server: Server) -> None:
+    server.engine.begin([server.new(length=100)])
+    server.step(101)
+    server.engine.begin([server.new(length=200)])  # streamed input: its response so far is part of the prompt
+    assert (server.counters["started"], server.counters["finished"]) == (1, 0) and server.engine.knows("r", 100)
+    server.step(201, started=(server.new(length=200),))
+    server.step(202)
+    assert (server.counters["started"], server.counters["finished"]) == (2, 1) and server.engine.knows("r", 200)
+
+
+def test_a_request_that_ends_before_its_first_token_leaves_nothing(server: Server) -> None:
+    server.engine.begin([server.new()])
+    server.engine.finish("r", 0)
+    server.engine.finish_if_idle()
+    assert server.engine.stats()["running"] == 0 and server.engine.cache.stats().requests == 0
+    assert server.engine.cache.stats().tokens == 0
+
+
+def test_an_error_costs_its_drafts_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine._turnover, "advance", broken)
+        server.engine.begin([server.new()])
+    assert server.step() == [] and server.counters["errors_begin"] == 1
+    server.engine.finish("r", 1)
+    server.engine.begin([server.new()])
+    wait_until(lambda: server.engine.cache.stats().pending == 0)
+    assert len(server.step()) == 16
+
+
+def test_new_weights_begin_before_the_request_does(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    cache = server.engine.cache
+
+    def noted(name: str) -> Any:
+        call = getattr(cache, name)
+
+        def note(*args: Any, **names: Any) -> Any:
+            order.append(name)
+            return call(*args, **names)
+
+        return note
+
+    for name in ("begin_weights", "start"):
+        monkeypatch.setattr(cache, name, noted(name))
+    server.engine.note_new_weights()
+    server.engine.begin([server.new()])
+    server.step()
+    assert order == ["begin_weights", "start"]
+
+
+def test_nothing_begins_where_drafting_is_switched_off() -> None:
+    settings = Settings(store="memory://", enabled=False)
+    engine = DraftingEngine(settings, Persistence(open_store("memory://"), LOGS, 0), VOCABULARY, 16)
+    engine.begin([NewRequest("r", [1, 2, 3], Identity())])
+    assert not engine.knows("r", 3) and engine.stats()["running"] == 0
+    engine.close()
