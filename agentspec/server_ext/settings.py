@@ -91,6 +91,13 @@ class MemoryShares:
         return cls(max_bytes - 2 * queue - figures - in_memory, queue, figures, in_memory)
 
 
+def refuse_switch(model: type[BaseModel], name: str, value: object) -> None:
+    """Raise ValueError if a field that is no switch gets true or false, alone or in a list: true would count as 1."""
+    given = value if isinstance(value, list) else [value]
+    if model.model_fields[name].annotation is not bool and any(isinstance(each, bool) for each in given):
+        raise ValueError(f"{name}: true and false are no values of it")
+
+
 class Settings(BaseModel):
     """Hold the settings of the server extension; docs/settings.md explains each.
 
@@ -172,8 +179,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch(cls, value: object, info: ValidationInfo) -> object:
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("true and false are no values of it")  # true would count as 1
+        refuse_switch(cls, str(info.field_name), value)
         return value
 
     @field_validator("tenant", "model_key")

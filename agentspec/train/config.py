@@ -7,6 +7,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from agentspec.errors import ConfigurationError
+from agentspec.server_ext.settings import refuse_switch
 
 Dimension = Annotated[
     int, BeforeValidator(lambda value: int(value) if isinstance(value, str) else value), Field(ge=1, le=2**20)
@@ -24,11 +25,8 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_switch(cls, values: Any) -> Any:
-        for name, field in cls.model_fields.items():
-            value = values.get(name) if isinstance(values, dict) else None
-            given = value if isinstance(value, list) else [value]
-            if field.annotation is not bool and any(isinstance(each, bool) for each in given):
-                raise ValueError(f"{name}: true and false are no values of it")  # true would count as 1
+        for name in cls.model_fields.keys() & values if isinstance(values, dict) else ():
+            refuse_switch(cls, name, values[name])
         return values
 
 
