@@ -20,6 +20,7 @@ from agentspec.cache.store import (
     decode,
     open_store,
 )
+from agentspec.cache.store.aside import REFUSED_LOGS
 from agentspec.cache.store.base import History
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
@@ -135,6 +136,20 @@ class TestWriting:
         wait_until(lambda: writer.stats().persisted == 1)
         assert (writer.stats().refused, writer.stats().queued, writer.stats().refused_logs) == (5, 1, 1)
         assert store.tried == tried
+        writer.close()
+
+    def test_only_so_many_are_remembered(self) -> None:
+        """Each costs memory, and nobody may ever write to it again."""
+        store = RefusingStore()
+        logs = [f"0bad{number}" for number in range(10 * REFUSED_LOGS)]
+        store.refused = set(logs)
+        writer = BackgroundWriter(store)
+        for log in logs:
+            writer.put(log, turn("s", 0))
+        wait_until(lambda: writer.stats().refused == len(logs), 60)
+        assert len(writer._aside.parts()) == REFUSED_LOGS
+        assert (writer.stats().queued, writer.stats().queued_bytes) == (0, 0)
+        assert writer._aside.part_of(logs[-1], store.part) is not None  # the latest
         writer.close()
 
     def test_the_end_loses_no_record_that_the_store_takes(self) -> None:

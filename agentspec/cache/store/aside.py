@@ -32,6 +32,8 @@ _PAUSE = 1.0
 """Seconds until a part or a log is tried again, at first."""
 _REFUSALS = 5
 """Records of one log that the store refuses one after the other before it counts as refusing the log."""
+REFUSED_LOGS = 1024
+"""Most refused logs that are remembered while no record waits for them, with about 1.5 kB each."""
 
 
 @dataclass(slots=True)
@@ -76,13 +78,18 @@ class SetAside:
         return name if name in self._parts else None
 
     def add(self, part: str, items: Sequence[QueuedRecord], *, first: bool = False) -> CircuitBreaker:
-        """Let an append wait, behind the others or before them. Return the breaker of its part."""
-        held = self._parts.get(part)
+        """Let an append wait, behind the others or before them. Return the breaker of its part.
+
+        A refused log for which nothing waits may be forgotten for it: if it is still refused, that is found out again.
+        """
+        held = self._parts.pop(part, None)
         if held is None:
+            self._make_room()
             breaker = CircuitBreaker(threshold=_REFUSALS if is_log(part) else 1, first_pause=_PAUSE)
-            held = self._parts[part] = _Part(breaker)
+            held = _Part(breaker)
             if is_log(part):
                 held.logs.add(part.removeprefix(_LOG))
+        self._parts[part] = held  # the latest is the last
         if items:
             held.logs.add(items[0].namespace)
             (held.appends.appendleft if first else held.appends.append)(list(items))
@@ -141,6 +148,12 @@ class SetAside:
                     part.appends.append(kept)
         self._count -= len(gone)
         return gone
+
+    def _make_room(self) -> None:
+        """Forget the refused logs for which nothing waits, those refused longest ago first, until one more may come."""
+        idle = [name for name, part in self._parts.items() if not part.appends and _is_refused(name, part)]
+        for name in idle[: max(0, len(idle) + 1 - REFUSED_LOGS)]:
+            del self._parts[name]
 
     def _waited_for(self) -> list[tuple[str, _Part]]:
         """Return the parts that are to be tried: all but refused logs of which no record waits."""
