@@ -117,12 +117,12 @@ def _count(
 ) -> "tuple[TokenCounts, TokenCounts]":
     from agentspec.server_ext.speculator.vocabulary import count_tokens
 
-    open_store(settings.store, must_exist=True).close()  # before the secret, which a new file would get
-    key = find_model_key(model, tokenizer, tokenizer_revision=revision, given=settings.model_key)
-    log = LogNames(key, server_secret(settings)).of(settings.tenant)
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} turns read"), TimeElapsedColumn())
-    opened = open_store(settings.store)
+    opened = open_store(settings.store, must_exist=True)
     try:
+        opened.ping()  # or the secret would be a temporary one, with a warning, before the error
+        key = find_model_key(model, tokenizer, tokenizer_revision=revision, given=settings.model_key)
+        log = LogNames(key, server_secret(settings)).of(settings.tenant)
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("", total=None)
             counts = count_tokens(opened, log, vocab_size, lambda turns: progress.update(task, completed=turns))

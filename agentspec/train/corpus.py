@@ -228,6 +228,7 @@ def _stored(source: StoreSource, model: Model) -> list[Conversation]:
     name = model.name_or_path
     store = open_store(source.url, must_exist=True)
     try:
+        store.ping()  # or the secret would be a temporary one, with a warning, before the error
         logs = LogNames(find_model_key(name, given=source.model_key), server_secret(Settings(store=source.url)))
         return from_store(store, logs.of(source.tenant), source.newest)
     finally:

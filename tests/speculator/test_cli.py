@@ -18,6 +18,7 @@ from agentspec.cli import main
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, load_speculator, save_speculator
+from agentspec.testing.server import free_port
 
 MODEL = "demo/model"
 VOCAB = 1536
@@ -115,6 +116,19 @@ def test_prune_makes_no_store_where_there_is_none(
     status, printed = run(monkeypatch, capsys, "prune", speculator, tmp_path / "out", *options)
     assert status == 2 and f"store {missing}: no such file; " in printed
     assert not missing.parent.exists()
+
+
+def test_prune_names_a_redis_that_is_away_once(
+    speculator: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = ("--store", f"redis://127.0.0.1:{free_port()}/0", "--model", MODEL)
+    status, printed = run(monkeypatch, capsys, "prune", speculator, tmp_path / "out", *options)
+    assert status == 2 and "Connection refused" in printed
+    assert "secret" not in printed + caplog.text
 
 
 def test_prune_leaves_what_is_there(

@@ -17,6 +17,7 @@ from agentspec.cache.store import open_store
 from agentspec.cli import main
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.server_ext.speculator import DraftLoop, Speculator, load_speculator
+from agentspec.testing.server import free_port
 from agentspec.train import trainer
 from agentspec.train.config import TrainingConfig
 from agentspec.train.corpus import folder_of, gather
@@ -159,6 +160,13 @@ def test_a_recipe_without_sessions_says_so(settings: dict[str, Any]) -> None:
     settings["data"]["max_length"] = 3
     with pytest.raises(ValueError, match=r"data\.sources: no session"):
         train(TrainingConfig.model_validate(settings), QUIET)
+
+
+def test_a_redis_that_is_away_is_named_once(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    settings["data"]["sources"] = [{"type": "store", "url": f"redis://127.0.0.1:{free_port()}/0"}]
+    with pytest.raises(StoreUnavailableError, match="Connection refused"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    assert "secret" not in caplog.text
 
 
 def test_a_store_without_sessions_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
