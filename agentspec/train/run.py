@@ -2,6 +2,8 @@
 
 import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,7 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
         raise ConfigurationError(
             f"checkpoint.output_dir: {out} holds another model, as its config.json says; name another"
         )
-    out.mkdir(parents=True, exist_ok=True)  # an error now, not after hours of training
-    with Progress(*_COLUMNS, console=console) as bars:
+    with _folder(out), Progress(*_COLUMNS, console=console) as bars:
         run = _Run(config, bars)
         corpus = gather(config, run.folder, run.answer)
         head = run.prepare(corpus)
@@ -63,6 +64,18 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     trainer.forget()
     return report
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """Make a folder now, so that it cannot fail after hours of training. If nothing comes into it, remove it again."""
+    was_there = path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if not was_there and not any(path.iterdir()):
+            path.rmdir()
 
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())

@@ -158,8 +158,14 @@ def test_lk_learns_the_target_s_distribution_and_not_the_recorded_token(
 
 def test_a_recipe_without_sessions_says_so(settings: dict[str, Any]) -> None:
     settings["data"]["max_length"] = 3
+    out = Path(settings["checkpoint"]["output_dir"])
     with pytest.raises(ValueError, match=r"data\.sources: no session"):
         train(TrainingConfig.model_validate(settings), QUIET)
+    assert not out.exists()
+    out.mkdir()
+    with pytest.raises(ValueError, match=r"data\.sources: no session"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    assert out.exists()  # it was there before
 
 
 def test_a_redis_that_is_away_is_named_once(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -221,7 +227,7 @@ def test_a_training_that_diverges_ends_and_saves_nothing(settings: dict[str, Any
     config = TrainingConfig.model_validate(settings)
     with pytest.raises(ConfigurationError, match=r"optimizer\.lr: update \d+ has a loss of .*: write a"):
         train(config, QUIET)
-    assert not list(config.checkpoint.output_dir.iterdir())
+    assert not config.checkpoint.output_dir.exists()
 
 
 def test_a_target_that_was_trained_on_in_place_is_read_again(settings: dict[str, Any], tmp_path: Path) -> None:
