@@ -68,9 +68,10 @@ class Plan:
 
 
 def distribution(model: str, plan: Plan) -> dict[str, Any]:
-    """Return what decides the distribution of a rollout's samples, as each of them has it. model: a folder or a hub id.
+    """Return what decides the distribution of a rollout's samples, as each of them has it, but how the model is loaded.
 
-    A folder is written out, because a relative path or a link may lead to another one in the next run.
+    model: a folder or a hub id. A folder is written out, because a relative path or a link may lead to another one in
+    the next run.
     """
     return {
         "model": str(Path(model).resolve()) if Path(model).exists() else model,
@@ -192,7 +193,7 @@ class RolloutGenerator:
         by_id = {problem.id: problem for problem in problems}
         if len(by_id) < len(problems):
             raise InvalidInputError("two problems have one id; give each its own")
-        self._sampling = distribution(self._engine.model, plan)
+        self._sampling = distribution(self._engine.model, plan) | self._engine.loaded
         self._journal.check_sampling(self._sampling)
         self._prompts, self._samples = self._tokenise(problems), plan.samples
         changed = [name for name, prompt in self._prompts.items() if self._journal.holds_another_prompt(name, prompt)]

@@ -36,9 +36,9 @@ class Sample:
     sampled from (vLLM's ``processed_logprobs``). finish_reason: vLLM's, such as "stop" or "length". weight_version: of
     the weights that wrote it. reward: None without a reward function, or if it failed (reward_error says why).
     steps: decode steps that it took. drafted, accepted: draft tokens. sampling: what decided its distribution: model,
-    temperature, top_p, max_tokens and stop; None in files of earlier releases. fields: passed through from the problem;
-    a value that JSON has no form for, such as a date of a parquet file, is written as its text, NaN and infinity as
-    null. Half of a surrogate pair is written out (``\\udce9``).
+    temperature, top_p, max_tokens, stop, revision, dtype, quantization and kv_cache_dtype; None in files of earlier
+    releases. fields: passed through from the problem; a value that JSON has no form for, such as a date of a parquet
+    file, is written as its text, NaN and infinity as null. Half of a surrogate pair is written out (``\\udce9``).
     """
 
     id: str

@@ -53,6 +53,10 @@ class RayWorker:
         """Return the most requests that run at once. The first answer of a worker: its engine is ready."""
         return self._engine.max_running
 
+    def loaded(self) -> dict[str, Any]:
+        """Return how vLLM loaded the model."""
+        return self._engine.loaded
+
     def work(self, requests: Sequence[Request]) -> list[Answer]:
         """Start requests, and step until some request finishes or the turn is over. Return what finished."""
         for request in requests:
@@ -124,6 +128,7 @@ class RayEngine:
         self._members = [_Member(number, make(number, None)) for number in range(workers)]
         try:
             self.max_running = sum(self._get(member.actor.max_running.remote()) for member in self._members)
+            self.loaded: dict[str, Any] = self._get(self._members[0].actor.loaded.remote())
         except ray.exceptions.RayError as error:
             raise RolloutError(f"a worker did not start: {_reason(error)}") from error
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from agentspec.errors import AgentSpecError
 from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample
@@ -21,9 +22,14 @@ class Engine:
     def __init__(self, batch: int = 2, fail_after: int | None = None, drafts: bool = False) -> None:
         scheduler, model = SimpleNamespace(max_num_seqs=batch), SimpleNamespace(max_model_len=8)
         model.get_vocab_size = lambda: 100
-        model.model = "m"
+        model.model, model.revision, model.dtype, model.quantization = "m", None, torch.float32, None
         spec = SimpleNamespace(method="custom_class", model=PROPOSER_PATH) if drafts else None
-        self.vllm_config = SimpleNamespace(scheduler_config=scheduler, model_config=model, speculative_config=spec)
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=scheduler,
+            model_config=model,
+            speculative_config=spec,
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+        )
         self.told: list[tuple[int, tuple[str, ...]]] = []  # what the worker was told, after so many requests
         self.resets: list[int] = []  # of the prefix cache, after so many requests
         self.batch, self.fail_after = batch, fail_after
@@ -200,6 +206,27 @@ def test_samples_of_another_model_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(folders[1])
     with pytest.raises(AgentSpecError, match=f'model "{folders[0]}", and this rollout asks for "{folders[1]}"'):
         run(path, Plan(samples=3), of(tmp_path / "latest"))
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "said"),
+    [
+        ("model_config", "revision", "v2", 'revision null, and this rollout asks for "v2";'),
+        ("model_config", "dtype", torch.bfloat16, 'dtype "float32", and this rollout asks for "bfloat16";'),
+        ("model_config", "quantization", "fp8", 'quantization null, and this rollout asks for "fp8";'),
+        ("cache_config", "cache_dtype", "fp8", 'kv_cache_dtype "auto", and this rollout asks for "fp8";'),
+    ],
+)
+def test_samples_of_a_model_that_was_loaded_otherwise_are_not_mixed(
+    tmp_path: Path, part: str, name: str, value: object, said: str
+) -> None:
+    path = tmp_path / "r.jsonl"
+    run(path, Plan(samples=1))
+    engine = Engine()
+    setattr(getattr(engine.vllm_config, part), name, value)
+    with pytest.raises(AgentSpecError, match="write to another file") as error:
+        run(path, Plan(samples=2), engine)
+    assert said in str(error.value)
 
 
 def test_what_changes_no_distribution_is_free(tmp_path: Path) -> None:

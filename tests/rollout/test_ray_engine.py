@@ -38,6 +38,9 @@ class Worker:
     def max_running(self) -> int:
         return 2
 
+    def loaded(self) -> dict[str, Any]:
+        return {"dtype": "float32"}
+
     def work(self, requests: Sequence[Request]) -> list[Answer]:
         self.open += [request[0] for request in requests]
         self.seen += [request[0] for request in requests]
@@ -73,7 +76,7 @@ class Ray:
         def method(name: str) -> Any:
             return SimpleNamespace(remote=lambda *given: Call(getattr(worker, name), given))
 
-        asked = {name: method(name) for name in ("max_running", "work", "tokenise", "update_weights")}
+        asked = {name: method(name) for name in ("max_running", "loaded", "work", "tokenise", "update_weights")}
         told = {name: SimpleNamespace(remote=getattr(worker, name)) for name in ("begin_epoch", "abort")}
         return SimpleNamespace(**asked, **told)
 
@@ -108,7 +111,7 @@ def run(engine: RayEngine, wanted: int, most: int = 50) -> list[str]:
 
 def test_a_group_stays_on_its_worker_until_that_has_more_than_its_share(ray: Ray) -> None:
     engine = engine_on(ray)
-    assert engine.max_running == 4
+    assert engine.max_running == 4 and engine.loaded == {"dtype": "float32"}
     for number in range(4):
         engine.add(f"a{number}", [1], SAMPLING, {"group_id": "a"})
         if number == 0:

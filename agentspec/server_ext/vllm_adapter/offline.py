@@ -67,7 +67,10 @@ def sampling_params(sampling: Sampling, extra: dict[str, Any] | None = None) -> 
 
 
 class OfflineEngine:
-    """Start, step and abort requests. llm: a ``vllm.LLM``. Its ``model`` is the name by which it was asked for."""
+    """Start, step and abort requests. llm: a ``vllm.LLM``.
+
+    model: the name by which it was asked for. loaded: how vLLM loaded it, as far as that changes what it answers.
+    """
 
     def __init__(self, llm: Any) -> None:
         self.llm, self._engine = llm, llm.llm_engine
@@ -75,6 +78,12 @@ class OfflineEngine:
         self.max_running: int = self._engine.vllm_config.scheduler_config.max_num_seqs
         model = self._engine.vllm_config.model_config
         self.model: str = model.model
+        self.loaded: dict[str, Any] = {
+            "revision": model.revision,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": model.quantization,
+            "kv_cache_dtype": self._engine.vllm_config.cache_config.cache_dtype,
+        }
         self._max_model_len: int = model.max_model_len
         self._vocabulary: int = model.get_vocab_size()
         _end_waiting_at_death(self._engine.engine_core)
