@@ -62,8 +62,10 @@ class SessionAdmin:
         self._erased = erased
         self._jobs: dict[str, _Job] = {}  # by the name that the asker chose, oldest first
 
-    def begin(self, job: str, what: str, *args: Any) -> dict[str, Any]:
+    def begin(self, job: str, owner: str | None, what: str, *args: Any) -> dict[str, Any]:
         """Begin a job under a name of the asker's choice. Returns {} or an error as ``poll`` does.
+
+        owner: the asker's principal. Those of whom jobs wait take turns.
 
         "list", tenant, principal, anybody, count: the value is the sessions used last, as dicts.
         "read", session, tenant, anybody: the value is its records.
@@ -76,7 +78,7 @@ class SessionAdmin:
         """
         try:
             self._make_room()
-            self._jobs[job] = _Job(self._submit(what, *args), time.monotonic())
+            self._jobs[job] = _Job(self._submit(owner, what, *args), time.monotonic())
         except AgentSpecError as error:
             return _failure(error)
         return {}
@@ -113,10 +115,10 @@ class SessionAdmin:
         with contextlib.suppress(StoreError):  # the next start asks the store what was erased
             self._erased()
 
-    def _submit(self, what: str, *args: Any) -> tuple[Future[Any], ...]:
+    def _submit(self, owner: str | None, what: str, *args: Any) -> tuple[Future[Any], ...]:
         """Begin a job. Return its futures, as _Job holds them."""
         if what == "erase":
-            return self._erase(*args)
+            return self._erase(owner, *args)
         if what == "tenants":
             args = (*args, {state.identity.tenant for state in self._of(args[0])})
         jobs: dict[str, Callable[..., Any]] = {
@@ -125,9 +127,9 @@ class SessionAdmin:
             "write": self._write,
             "tenants": self._tenants,
         }
-        return (self._persistence.submit(lambda store: jobs[what](store, *args)),)
+        return (self._persistence.submit(lambda store: jobs[what](store, *args), owner),)
 
-    def _erase(self, session: str, tenants: Sequence[str | None]) -> tuple[Future[Any], ...]:
+    def _erase(self, owner: str | None, session: str, tenants: Sequence[str | None]) -> tuple[Future[Any], ...]:
         """Erase a session from cache, traces, step record, snapshots and store."""
         left: list[StoreError] = []  # why a snapshot could not be deleted; told when the store has erased the session
 
@@ -147,7 +149,8 @@ class SessionAdmin:
                 raise error
 
         blanked = self._blank(session)
-        return self._persistence.erase(session, tenants, forget), self._persistence.submit(tell), *blanked
+        erasure = self._persistence.erase(session, tenants, forget, owner)
+        return erasure, self._persistence.submit(tell, owner), *blanked
 
     def _blank(self, session: str) -> tuple[Future[None], ...]:
         """Remove a session from traces and the step record. Later lines about its requests do not name it."""

@@ -100,7 +100,7 @@ class Replica:
         self.engine.close()
 
     def erase(self, session: str) -> None:
-        self.engine.session("begin", f"job-{session}", "erase", session, [TENANT])
+        self.engine.session("begin", f"job-{session}", None, "erase", session, [TENANT])
         answer: dict[str, Any] = {}  # it is told once
         wait_until(lambda: answer.update(self.engine.session("poll", f"job-{session}")) or answer)
         assert "error" not in answer, answer

@@ -134,7 +134,7 @@ def test_a_turn_that_ends_just_before_its_session_is_erased_is_not_stored_behind
     meet(a)
     name, goes_on, finish = a.begin([1, 2, 3]), threading.Event(), a.cache.finish
     a.persistence.submit(lambda store: goes_on.wait(60))  # the erasure waits behind it
-    a.engine.session("begin", "job", "erase", "s", [TENANT])
+    a.engine.session("begin", "job", None, "erase", "s", [TENANT])
 
     def finished(request_id: str, **options: Any) -> FinishedTurn | None:
         turn = finish(request_id, **options)

@@ -1,10 +1,12 @@
 """Sessions over HTTP, on real engines and stores behind vLLM's key check: who sees, and may do, what."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from agentspec.cache.store import Store, StoreJobs
 from agentspec.identifiers import to_header
 from agentspec.server_ext.api import session_routes
 from agentspec.server_ext.api.endpoints import is_loopback
@@ -29,6 +31,27 @@ def test_a_caller_sees_its_own_sessions_used_last_first(start: Start) -> None:
     assert bobs["tokens"] == len(PROMPT) + len(TEXT) and bobs["turns"] == 1 and abs(time.time() - bobs["used"]) < 60
     assert "key" not in bobs
     assert server.call(None, "GET").status_code == server.call("eve", "GET").status_code == 401
+
+
+def test_jobs_take_their_turn_as_the_callers(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(ADA, BOB)
+    owners: list[str | None] = []
+    submit = StoreJobs.submit
+
+    def noting(jobs: StoreJobs, job: Callable[[Store], Any], owner: str | None = None) -> Any:
+        owners.append(owner)
+        return submit(jobs, job, owner)
+
+    monkeypatch.setattr(StoreJobs, "submit", noting)
+    for key in (ADA, BOB):
+        identity = server.identity(key, "one")
+        server.say(identity)
+        export = server.call(key, "GET", "one").content
+        server.call(key, "GET")
+        server.call(key, "PUT", "one", content=export)
+        server.erase(key, "one")
+        assert len(owners) >= 5 and set(owners) == {identity.principal}
+        owners.clear()
 
 
 def test_a_family_is_its_callers_own_and_loses_what_is_erased(start: Start) -> None:
@@ -177,15 +200,15 @@ def test_a_question_too_many_is_refused_and_no_other_is_forgotten(
     admin = server.engines[0]._sessions
     session = server.identity(ADA, "one").session
     for number in range(256):
-        server.wait(lambda number=number: admin.begin(f"job{number}", "tenants", session) == {})  # type: ignore[misc]
-    assert admin.begin("job256", "tenants", session)["error"] == "unavailable"
+        server.wait(lambda number=number: admin.begin(f"job{number}", None, "tenants", session) == {})  # type: ignore[misc]
+    assert admin.begin("job256", None, "tenants", session)["error"] == "unavailable"
     answer = server.call(ADA, "GET", "one")
     assert answer.status_code == 503 and "try again" in answer.text
     server.wait(lambda: all("value" in admin.poll("job0") for _ in range(1)))
     assert admin.poll("job0")["error"] == "unavailable"  # told already
     assert server.call(ADA, "GET", "one").status_code == 200
     monkeypatch.setattr("agentspec.server_ext.session_admin._ABANDONED_SECONDS", 0.0)
-    assert admin.begin("job257", "tenants", session) == {} and len(admin._jobs) == 1
+    assert admin.begin("job257", None, "tenants", session) == {} and len(admin._jobs) == 1
 
 
 def test_no_engine_waits_for_a_store_that_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

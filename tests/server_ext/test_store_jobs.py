@@ -121,3 +121,34 @@ def test_jobs_that_wait_are_bounded(store: FlakyStore) -> None:
     wait_until(lambda: persistence.stats()["jobs"] == 0)
     persistence.submit(lambda store: None).result(60)
     persistence.close()
+
+
+def test_owners_take_turns(store: FlakyStore) -> None:
+    """What one has asked for holds another's job up for one job only."""
+    persistence = Persistence(store, LOGS, preload=0)
+    ran: list[str] = []
+    release = gate(persistence)
+    for owner, count in (("a", 64), ("b", 2), ("c", 1)):
+        jobs = [
+            persistence.submit(lambda store, name=f"{owner}{number}": ran.append(name), owner)  # type: ignore[misc]
+            for number in range(count)
+        ]
+    with pytest.raises(StoreUnavailableError, match="try again later"):
+        persistence.submit(lambda store: None, "a")
+    release()
+    wait_until(lambda: persistence.stats()["jobs"] == 0)
+    assert jobs[0].done()
+    assert ran[:6] == ["a0", "b0", "c0", "a1", "b1", "a2"]
+    assert [name for name in ran if name.startswith("a")] == [f"a{number}" for number in range(64)]
+    persistence.close()
+
+
+def test_the_end_cancels_what_has_not_begun(store: FlakyStore) -> None:
+    persistence = Persistence(store, LOGS, preload=0)
+    release = gate(persistence)
+    waiting = persistence.submit(lambda store: None, "a")
+    persistence._jobs.close()
+    release()
+    assert waiting.cancelled()
+    wait_until(lambda: persistence.stats()["jobs"] == 0)
+    persistence.close()

@@ -69,7 +69,7 @@ def test_an_erased_session_leaves_no_trace() -> None:
     engine = Engine()
     engine.run("a", [1, 2, 3], TEXT, session="s", detailed=True)
     engine.run("b", [1, 2, 3], TEXT, session="t", detailed=True)
-    engine.proposer.session("begin", "job", "erase", "s", [None])
+    engine.proposer.session("begin", "job", None, "erase", "s", [None])
     figures = engine.proposer.request("a")
     assert figures is not None and "detail" not in figures
     assert len(detail(engine, "b")) > 0

@@ -1,50 +1,80 @@
 """Run jobs on a store in a thread of their own, for callers that must not wait."""
 
 import threading
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agentspec.cache.store.base import Store
 from agentspec.errors import StoreUnavailableError
 
 _MAX_WAITING = 64
+"""Most jobs of one owner that wait or run."""
 
 Result = TypeVar("Result")
 
 
 class StoreJobs:
-    """Run jobs on a store, one after the other. Thread-safe; no call waits for the store."""
+    """Run jobs on a store, one after the other. Thread-safe; no call waits for the store.
+
+    The owners of jobs take turns, so that one who asks for much holds nobody up. Each owner's jobs keep their order.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._pool = ThreadPoolExecutor(1, "agentspec-store-jobs")  # starts its thread with the first job
-        self._waiting = 0
+        self._queues: dict[str | None, deque[tuple[Future[Any], Callable[[Store], Any]]]] = {}  # next owner first
+        self._counts: Counter[str | None] = Counter()  # of the jobs that wait or run, by owner
         self._lock = threading.Lock()
 
-    def submit(self, job: Callable[[Store], Result]) -> "Future[Result]":
-        """Run ``job(store)`` soon. Returns its future. Raises StoreUnavailableError if too many jobs wait."""
+    def submit(self, job: Callable[[Store], Result], owner: str | None = None) -> "Future[Result]":
+        """Run ``job(store)`` soon. Returns its future. Raises StoreUnavailableError if too many of its owner wait."""
+        future: Future[Result] = Future()
         with self._lock:
-            if self._waiting >= _MAX_WAITING:
+            if self._counts[owner] >= _MAX_WAITING:
                 raise StoreUnavailableError(f"{_MAX_WAITING} jobs wait for the store already; try again later")
-            self._waiting += 1
-        try:
-            future = self._pool.submit(job, self._store)
-        except RuntimeError:
-            self._end()
-            raise StoreUnavailableError("the store is closed; it takes no more jobs") from None
-        future.add_done_callback(lambda _: self._end())
+            try:
+                self._pool.submit(self._run_next)
+            except RuntimeError:
+                raise StoreUnavailableError("the store is closed; it takes no more jobs") from None
+            self._queues.setdefault(owner, deque()).append((future, job))
+            self._counts[owner] += 1
+        future.add_done_callback(lambda _: self._end(owner))
         return future
 
     def waiting(self) -> int:
         """Return how many jobs wait or run."""
         with self._lock:
-            return self._waiting
+            return self._counts.total()
 
     def close(self) -> None:
         """Cancel the jobs that have not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _end(self) -> None:
         with self._lock:
-            self._waiting -= 1
+            waiting = [future for queue in self._queues.values() for future, _ in queue]
+            self._queues.clear()
+        for future in waiting:
+            future.cancel()
+
+    def _run_next(self) -> None:
+        with self._lock:
+            if not self._queues:  # closed meanwhile
+                return
+            owner = next(iter(self._queues))
+            queue = self._queues.pop(owner)
+            future, job = queue.popleft()
+            if queue:
+                self._queues[owner] = queue  # behind the other owners
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(job(self._store))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _end(self, owner: str | None) -> None:
+        with self._lock:
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._counts[owner]

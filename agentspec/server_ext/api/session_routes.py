@@ -94,7 +94,7 @@ async def list_sessions(request: Request, limit: int = 100) -> dict[str, Any]:
         raise HTTPException(status_code=403, detail=detail)
     count = max(0, min(limit, _LONGEST_LIST))
     found: dict[str, dict[str, Any]] = {}
-    for answer in await _run(engine, "list", owner.tenant, owner.principal, admin, count):
+    for answer in await _run(engine, owner, "list", owner.tenant, owner.principal, admin, count):
         found |= {session["key"]: session for session in answer}
     newest = sorted(found.values(), key=lambda session: -session["used"])[:count]
     shown = newest if admin else [{name: session[name] for name in session if name != "key"} for session in newest]
@@ -106,7 +106,7 @@ async def export_session(request: Request, session_id: str) -> JSONResponse:
     """Return a session's turns, or 404 if the caller has no such session."""
     engine = drafting_engine(request)
     identity = _identity(engine, session_id)
-    payloads = await _run(engine, "read", identity.session, identity.tenant, identity.principal is None)
+    payloads = await _run(engine, identity, "read", identity.session, identity.tenant, identity.principal is None)
     log = await asyncio.to_thread(served_model_key, engine.vllm_config)
     session = await asyncio.to_thread(_export, session_id, log, payloads)
     if session is None:
@@ -130,7 +130,8 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
     payloads = await asyncio.to_thread(_import, session, identity, vocabulary)
     added = []
     for number in engine_numbers(engine):  # one by one, because they may share a store
-        added += await _run(engine, "write", identity.session, identity.tenant, payloads, only_new, engines=[number])
+        args = (identity.session, identity.tenant, payloads, only_new)
+        added += await _run(engine, identity, "write", *args, engines=[number])
     return {"id": session_id, "turns": len(payloads), "added": max(added)}
 
 
@@ -139,8 +140,8 @@ async def erase_session(request: Request, session_id: str) -> JSONResponse:
     """Erase a session of the caller. A session that does not exist is erased already."""
     engine = drafting_engine(request)
     identity = _identity(engine, session_id)
-    tenants = {identity.tenant}.union(*await _run(engine, "tenants", identity.session))
-    erased = await _run(engine, "erase", identity.session, list(tenants))
+    tenants = {identity.tenant}.union(*await _run(engine, identity, "tenants", identity.session))
+    erased = await _run(engine, identity, "erase", identity.session, list(tenants))
     complete = all(answer["complete"] for answer in erased)
     content = {"id": session_id, "records": sum(answer["records"] for answer in erased), "complete": complete}
     return JSONResponse(content, status_code=200 if complete else 202)
@@ -176,12 +177,12 @@ def _salt(sender: Presented | None) -> str | None:
     return next(map(from_header, () if sender is None else sender.all(_SALT_HEADER)), None)
 
 
-async def _run(engine: Any, what: str, *args: Any, engines: Sequence[int] | None = None) -> list[Any]:
+async def _run(engine: Any, owner: Identity, what: str, *args: Any, engines: Sequence[int] | None = None) -> list[Any]:
     """Run a job on these engines, None: on all, and return their values. Raise 503 where the store is away."""
     job = uuid.uuid4().hex
     numbers = engine_numbers(engine) if engines is None else engines
     for number in numbers:
-        await _ask(engine, number, "begin", job, what, *args)
+        await _ask(engine, number, "begin", job, owner.principal, what, *args)
     return [await _value(engine, number, job) for number in numbers]
 
 

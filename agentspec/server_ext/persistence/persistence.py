@@ -206,24 +206,31 @@ class Persistence:
         self._loader.request(Wanted(self.logs.of(tenant), tenant, session=session))
 
     def erase(
-        self, session: str, tenants: Iterable[str | None], forget: Callable[[], Iterable[str | None]] = tuple
+        self,
+        session: str,
+        tenants: Iterable[str | None],
+        forget: Callable[[], Iterable[str | None]] = tuple,
+        owner: str | None = None,
     ) -> "Future[Erasure]":
         """Erase a session from the queues, from these tenants' logs and from every other log that holds turns of it.
 
         session: its key; from now on nothing of it is loaded. forget: removes it from the cache and whatever else holds
         it, in the job's thread, and returns the tenants under which it was there. The logs tell other processes, too.
-        Raises StoreUnavailableError if too many jobs wait.
+        owner: as for ``submit``. Raises StoreUnavailableError if too many jobs wait.
         """
         logs = {self.logs.of(tenant) for tenant in tenants}
         erase = partial(self._erase, session=session, logs=logs, forget=forget)
-        job = self._turns.begin_erasure(session, lambda: self._jobs.submit(erase))
+        job = self._turns.begin_erasure(session, lambda: self._jobs.submit(erase, owner))
         self._writer.forget(session)
         self._loader.forget(session)
         return job
 
-    def submit(self, job: Callable[[Store], Result]) -> "Future[Result]":
-        """Run ``job(store)`` in a thread. Raises StoreUnavailableError if too many jobs wait."""
-        return self._jobs.submit(job)
+    def submit(self, job: Callable[[Store], Result], owner: str | None = None) -> "Future[Result]":
+        """Run ``job(store)`` in a thread. owner: whoever asked, because owners take turns (``StoreJobs``).
+
+        Raises StoreUnavailableError if too many jobs of the owner wait.
+        """
+        return self._jobs.submit(job, owner)
 
     def stats(self) -> dict[str, Any]:
         """Return the state of writer, loader and follower, as JSON.
