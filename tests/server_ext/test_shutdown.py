@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,3 +86,18 @@ def test_a_worker_says_that_it_has_saved(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(shutdown._FOLDER, str(folder))
         shutdown.note_saved()
     assert [file.name for file in tmp_path.iterdir()] == [str(os.getpid())]
+
+
+def test_a_signal_ends_the_wait_for_engines_that_start() -> None:
+    """vLLM makes a KeyboardInterrupt of a SIGTERM, and its socket drops that."""
+    network = pytest.importorskip("vllm.utils.network_utils")
+    import zmq
+
+    def wait(make: Any) -> None:
+        with make("inproc://engines", zmq.ROUTER, bind=True) as socket:
+            assert not socket.closed
+            raise KeyboardInterrupt("terminated")
+
+    wait(network.zmq_socket_ctx)  # once it raises, the patch can go
+    with pytest.raises(KeyboardInterrupt, match="terminated"):
+        wait(partial(shutdown.startup_socket, network.zmq_socket_ctx))

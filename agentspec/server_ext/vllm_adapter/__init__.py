@@ -10,7 +10,7 @@ Before an engine is made:
 In the API server:
 
 ``frontend``            writes identities into requests, and asks the engines for their figures
-``shutdown``            gives engines the time to save when a server is stopped
+``shutdown``            gives engines the time to save when a server is stopped, also while they start
 
 In the engine core and its workers:
 
@@ -229,6 +229,8 @@ PATCHES = (
           "writes the identity where the worker finds it"),
     Patch("frontend", _OUTPUTS, "process_outputs", frontend.process_outputs,
           "tells the engines where stop texts have ended responses"),
+    Patch("frontend", "vllm.v1.engine.utils", "zmq_socket_ctx", shutdown.startup_socket,
+          "lets a signal end a server whose engines start"),
     Patch("frontend", _MANAGER, "__init__", shutdown.init_engine_manager,
           "notes whether the engines have something to save"),
     Patch("frontend", _MANAGER, "shutdown", shutdown.shut_down_engines,

@@ -1,4 +1,4 @@
-"""Let engines save what they hold when a server is stopped.
+"""Let engines save what they hold when a server is stopped, and let it be stopped while they start.
 
 By default (``--shutdown-timeout 0``) vLLM tells its engines to abort their requests, and kills them at the same moment.
 Then nothing is saved: no snapshot, and no turn of the last milliseconds. So they get time until each has left a file
@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,23 @@ def init_engine_manager(original: Callable[..., None], manager: Any, *args: Any,
         original(manager, *args, **kwargs)
     finally:
         os.environ.pop(_FOLDER, None)
+
+
+@contextlib.contextmanager
+def startup_socket(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Make the socket at which the engines that start are waited for. A KeyboardInterrupt ends the wait.
+
+    vLLM's own socket drops it. So a SIGTERM, which vLLM turns into one, was lost: the server started all the same, or
+    waited for ever for engines that it no longer answered.
+    """
+    interrupt = None
+    with original(*args, **kwargs) as socket:
+        try:
+            yield socket
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def note_saved() -> None:
