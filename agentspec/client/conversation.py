@@ -72,7 +72,7 @@ class Conversation:
         self._view = ClientView(session)
         self._guard = threading.RLock()  # the garbage collector may close a stream in a thread that holds it
         self._load_lock = threading.Lock()
-        self._user: object = None  # for whom the session is reserved
+        self._holder: object = None  # who has reserved the session: a call, a loop, or nobody
         self._answerer: object = None  # the loop that runs, or ran, the latest tool calls
 
     def load(self, on_unavailable: OnUnavailable = "raise") -> None:
@@ -204,31 +204,34 @@ class Conversation:
 
     @contextmanager
     def turn(
-        self, new: Sequence[dict[str, Any]], user: object = None, answerer: object = None
+        self, new: Sequence[dict[str, Any]], holder: object = None, answerer: object = None
     ) -> Generator[Turn, None, None]:
-        """Reserve the session for one call that sends the history and ``new``. user: as for `reserved`.
+        """Reserve the session for one call that sends the history and ``new``. holder: as for `reserved`.
 
-        ``Turn.commit`` stores ``new`` and the answer together. answerer: for whom the session stays reserved after an
-        answer with tool calls, until `answer_calls(answerer)`. Raises SessionBusyError during another call, and
-        InvalidInputError if there is nothing to send.
+        ``Turn.commit`` stores ``new`` and the answer together. answerer: the loop that will answer the tool calls of
+        the model's answer; if there are any, the loop holds the session until `answer_calls(answerer)`. Raises
+        SessionBusyError during another call, and InvalidInputError if there is nothing to send.
         """
-        with self.reserved(user):
+        with self.reserved(holder):
             sent = [*(message for _, message in self._history), *new]
             if not sent:
                 raise InvalidInputError(f"content: session {self.id!r} is empty, so a first message is needed")
             yield Turn(sent, lambda message: self._commit([*new, message], answerer))
 
     @contextmanager
-    def reserved(self, user: object = None) -> Generator[None, None, None]:
-        """Let no call begin meanwhile, or until `release(user)`. Raises SessionBusyError during a call."""
-        user = user or object()
+    def reserved(self, holder: object = None) -> Generator[None, None, None]:
+        """Reserve the session while the block runs, or until `release(holder)`: no call begins.
+
+        Raises SessionBusyError if it is reserved already.
+        """
+        holder = holder or object()
         with self._guard:
             self._refuse_if_busy()
-            self._user = user
+            self._holder = holder
         try:
             yield
         finally:
-            self.release(user)
+            self.release(holder)
 
     @contextmanager
     def undone_if_interrupted(self) -> Generator[None, None, None]:
@@ -247,20 +250,20 @@ class Conversation:
                     self._log.append(self._view, [], cut=position)
             raise
 
-    def release(self, user: object) -> None:
-        """End the reservation for this user, if there is one."""
+    def release(self, holder: object) -> None:
+        """End the reservation of this holder, if there is one."""
         with self._guard:
-            if self._user is user:
-                self._user = None
+            if self._holder is holder:
+                self._holder = None
 
     def answer_calls(self, answerer: object, answers: Mapping[int, str], otherwise: str) -> None:
         """Append the answers to the latest message's tool calls, and end the reservation that `turn` left for them.
 
-        answers: by the call's index. otherwise: the answer to the other calls. Does nothing without a reservation for
-        this answerer. Appends after a conflict, too, as a turn does, so that no call stays unanswered.
+        answers: by the call's index. otherwise: the answer to the other calls. Does nothing unless this answerer holds
+        the session. Appends after a conflict, too, as a turn does, so that no call stays unanswered.
         """
         with self._guard:
-            if self._user is not answerer:
+            if self._holder is not answerer:
                 return
             calls = self._history[-1].message["tool_calls"]
             self._append(
@@ -269,7 +272,7 @@ class Conversation:
                     for index, call in enumerate(calls)
                 ]
             )
-            self._user = None
+            self._holder = None
 
     def _read(self) -> Stored:
         try:
@@ -299,7 +302,7 @@ class Conversation:
         with self._guard:
             self._append(messages)
             if answerer is not None and messages[-1].get("tool_calls"):
-                self._user = self._answerer = answerer
+                self._holder = self._answerer = answerer
 
     def _append(self, messages: Sequence[dict[str, Any]]) -> None:
         said = [Said(self._next_position + i, message) for i, message in enumerate(copy.deepcopy(list(messages)))]
@@ -315,12 +318,12 @@ class Conversation:
             self._log.append(self._view, said)
 
     def _refuse_if_busy(self) -> None:
-        if self._user is not None and self._user is self._answerer:  # a fork would have unanswered calls
+        if self._holder is not None and self._holder is self._answerer:  # a fork would have unanswered calls
             raise SessionBusyError(
                 f"session {self.id!r} has tool calls without an answer, and its tools are running: let run_tools() end"
                 " first, or go on before them in a fork(at=-1)"
             )
-        if self._user is not None:
+        if self._holder is not None:
             raise SessionBusyError(
                 f"session {self.id!r} is in a call (or in a stream that is still open): let it end first,"
                 " or fork() the session to go two ways at once"

@@ -32,7 +32,7 @@ _MAX_TEXT_BYTES = 64 << 20  # memory of the texts whose tokens are remembered
 _CALL_BYTES = 1_000  # memory of a call besides its text
 _REFERENCE_BYTES = 8  # memory of each entry in a list of messages
 _PIECE = re.compile(r"[^\S\r\n]?[^\W\d_]{1,5}|\d{1,3}|[^\S\r\n]?[^\s\w]{1,3}|_|[\r\n]+|[^\S\r\n]+")
-_LARGEST = 2**31 - 1
+_MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +236,8 @@ class Forecaster:
         figures.add(simulate([call], self._cache, prefill_steps=True))
 
     def _in_tokens(self, sent: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> tuple[Int32Array, Int32Array]:
-        parts = [self._texts.tokens_of(_shown(message)) for message in sent]
-        begin = self._texts.tokens_of(_head("assistant"))
+        parts = [self._texts.tokens_of(_in_prompt(message)) for message in sent]
+        begin = self._texts.tokens_of(_header("assistant"))
         return np.concatenate([*parts, begin]), self._texts.tokens_of(_spoken(answer))
 
 
@@ -275,7 +275,7 @@ class _TokenisedTexts:
 
 def approximate_tokens(text: str) -> list[int]:
     """Return about as many tokens as usual tokenizers make of a text; equal pieces have equal ids."""
-    return [zlib.crc32(piece.encode()) % _LARGEST for piece in _PIECE.findall(text)]
+    return [zlib.crc32(piece.encode()) % _MAX_TOKEN_ID for piece in _PIECE.findall(text)]
 
 
 def _loaded(name: str) -> Tokenize:
@@ -307,12 +307,14 @@ def _answers(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(message["role"] == "assistant" for message in messages)
 
 
-def _head(role: object) -> str:
+def _header(role: object) -> str:
+    """Return what a chat template writes before a message, roughly."""
     return f"<|{role}|>\n"
 
 
-def _shown(message: Mapping[str, Any]) -> str:
-    return f"{_head(message['role'])}{_spoken(message)}\n"
+def _in_prompt(message: Mapping[str, Any]) -> str:
+    """Return a message as it stands in a prompt."""
+    return f"{_header(message['role'])}{_spoken(message)}\n"
 
 
 def _spoken(message: Mapping[str, Any]) -> str:

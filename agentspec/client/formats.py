@@ -13,7 +13,7 @@ from agentspec.errors import InvalidInputError
 
 
 def check_response_format(given: object) -> None:
-    """Raise InvalidInputError for a response format that the OpenAI client would refuse in words of its own."""
+    """Raise InvalidInputError, which names the option, for a format that the OpenAI client would refuse."""
     if given is None or isinstance(given, Mapping | openai.NotGiven | openai.Omit):
         return
     model = isinstance(given, type) and (issubclass(given, pydantic.BaseModel) or hasattr(given, "__pydantic_config__"))

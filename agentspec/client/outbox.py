@@ -260,9 +260,9 @@ class Outbox:
                     write = self._current = self._queue.popleft()
                     self._bytes -= write.size
                 begin = time.monotonic()
-                failed = self._perform(write)
+                error = self._perform(write)
                 self._slow = time.monotonic() - begin > WAIT_S
-                self._leave(write, failed)
+                self._end_write(write, error)
 
     def _await_work(self) -> bool:
         """Wait for a write, and for the pause after a failure. Returns False when the thread has to end."""
@@ -308,41 +308,44 @@ class Outbox:
                 raise
             view.last = behind[-1].sequence  # an earlier attempt wrote them, and its answer was lost
 
-    def _leave(self, write: _Write, failed: Exception | None) -> None:
-        """Note how a write went. A write that failed waits for the next attempt; a check that failed is forgotten.
-
-        Where the store is not away, other sessions' writes go first: this session alone may be damaged.
-        """
-        refused = isinstance(failed, StoreError) and not isinstance(failed, StoreUnavailableError)
+    def _end_write(self, write: _Write, error: Exception | None) -> None:
+        """Note how a write went. One that failed waits for the next attempt; a check that failed is forgotten."""
+        refused = isinstance(error, StoreError) and not isinstance(error, StoreUnavailableError)
         with self._changed:
             self._current = None
-            if failed is not None and write.records:
-                self._queue.appendleft(write)
-                self._bytes += write.size
-                if refused:
-                    self._queue = deque(sorted(self._queue, key=lambda each: each.view.session == write.view.session))
+            if error is not None and write.records:
+                self._put_back(write, behind_others=refused)
             if write.view.conflict:
                 self._discard(lambda other: other.view is write.view)
-            recovered, dropped = failed is None and self._away, self._dropped
-            begins = failed is not None and not refused and not self._away
-            self._away = failed is not None and (self._away or not refused)
-            self._failures = 0 if failed is None else self._failures + 1
-            if failed is None:
+            was_away, dropped = self._away, self._dropped
+            self._away = error is not None and (was_away or not refused)
+            self._failures = 0 if error is None else self._failures + 1
+            if error is None:
                 self._dropped = 0
             self._changed.notify_all()
         if write.view.conflict:
             logger.warning("agentspec: %s", conflict_error(write.view.session))
-        if begins:
-            logger.warning("agentspec: the session store is away (%s); messages wait to be written", failed)
+        if self._away and not was_away:
+            logger.warning("agentspec: the session store is away (%s); messages wait to be written", error)
         if refused and not self._refusal_logged:
             self._refusal_logged = True
             logger.warning(
                 "agentspec: session %r cannot be stored (%s); its messages wait, and others' that the store refuses",
                 write.view.session,
-                failed,
+                error,
             )
-        if recovered:
+        if was_away and not self._away:
             logger.warning("agentspec: the session store is back; %d messages were dropped", dropped)
+
+    def _put_back(self, write: _Write, *, behind_others: bool) -> None:
+        """Queue a write again, before the others.
+
+        behind_others: put all writes of its session behind those of other sessions. The session alone may be damaged.
+        """
+        self._queue.appendleft(write)
+        self._bytes += write.size
+        if behind_others:
+            self._queue = deque(sorted(self._queue, key=lambda each: each.view.session == write.view.session))
 
 
 def _write(view: ClientView, said: list[Said], cut: int | None) -> _Write:

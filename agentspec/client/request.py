@@ -298,7 +298,7 @@ def salt_headers(cache_salt: str) -> dict[str, str]:
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise InvalidInputError for a timeout that the HTTP client would refuse in words of its own."""
+    """Raise InvalidInputError, which names the option, for a timeout that the HTTP client would refuse."""
     if isinstance(timeout, openai.NotGiven | openai.Omit):
         return
     if isinstance(timeout, openai.Timeout):
@@ -314,14 +314,14 @@ def check_timeout(timeout: object) -> None:
 
 
 def check_retries(retries: object) -> None:
-    """Raise InvalidInputError for a number of retries with which the OpenAI client would fail in words of its own."""
+    """Raise InvalidInputError, which names the option, for retries with which the OpenAI client would fail."""
     given = retries is not None and not isinstance(retries, openai.NotGiven | openai.Omit)
     if given and (not isinstance(retries, int) or retries < 0):
         raise InvalidInputError(f"max_retries: a whole number, 0 at least, is needed, not {shown(retries)}")
 
 
 def _check_headers(headers: Mapping[object, object]) -> None:
-    """Raise InvalidInputError for headers that the HTTP client would refuse in words of its own."""
+    """Raise InvalidInputError, which names the header, for headers that the HTTP client would refuse."""
     for name, value in headers.items():
         if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
             raise InvalidInputError(f"extra_headers: {shown(name)}: a name of letters, digits and - is needed")
