@@ -1,6 +1,7 @@
 """Erasures and other jobs on the store, in a thread: what they end, and what they tell."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -120,6 +121,22 @@ def test_jobs_that_wait_are_bounded(store: FlakyStore) -> None:
     assert jobs[-1].result(60) is None
     wait_until(lambda: persistence.stats()["jobs"] == 0)
     persistence.submit(lambda store: None).result(60)
+    persistence.close()
+
+
+def test_those_of_many_owners_are_bounded_together(store: FlakyStore) -> None:
+    persistence = Persistence(store, LOGS, preload=0)
+    release = gate(persistence)
+    taken = 0
+    for owner in range(10 * 1024):
+        with suppress(StoreUnavailableError):
+            persistence.submit(lambda store: None, str(owner))
+            taken += 1
+    assert taken == 1023 and persistence.stats()["jobs"] == 1024  # the gate is one
+    assert len(persistence._jobs._counts) == 1024  # owners whose jobs are refused are not remembered
+    release()
+    wait_until(lambda: persistence.stats()["jobs"] == 0)
+    persistence.submit(lambda store: None, "late").result(60)
     persistence.close()
 
 

@@ -11,6 +11,8 @@ from agentspec.errors import StoreUnavailableError
 
 _MAX_WAITING = 64
 """Most jobs of one owner that wait or run."""
+_MAX_ALL = 1024
+"""Most jobs of all owners together."""
 
 Result = TypeVar("Result")
 
@@ -29,11 +31,15 @@ class StoreJobs:
         self._lock = threading.Lock()
 
     def submit(self, job: Callable[[Store], Result], owner: str | None = None) -> "Future[Result]":
-        """Run ``job(store)`` soon. Returns its future. Raises StoreUnavailableError if too many of its owner wait."""
+        """Run ``job(store)`` soon. Returns its future.
+
+        Raises StoreUnavailableError if too many of its owner wait, or of all owners.
+        """
         future: Future[Result] = Future()
         with self._lock:
-            if self._counts[owner] >= _MAX_WAITING:
-                raise StoreUnavailableError(f"{_MAX_WAITING} jobs wait for the store already; try again later")
+            waiting = self._counts.total()
+            if self._counts.get(owner, 0) >= _MAX_WAITING or waiting >= _MAX_ALL:
+                raise StoreUnavailableError(f"{waiting} jobs wait for the store already; try again later")
             try:
                 self._pool.submit(self._run_next)
             except RuntimeError:
