@@ -45,7 +45,9 @@ class Budget:
     def __post_init__(self) -> None:
         for name, kind in (("requests", int), ("tokens", int), ("seconds", (int, float))):
             limit = getattr(self, name)
-            if limit is not None and (not isinstance(limit, kind) or not 0 < limit < math.inf):  # refuses nan, too
+            if limit is None:
+                continue
+            if isinstance(limit, bool) or not isinstance(limit, kind) or not 0 < limit < math.inf:  # refuses nan, too
                 whole = " whole" if kind is int else ""
                 raise InvalidInputError(f"budget.{name}: a positive{whole} number or None is needed, not {limit!r}")
 

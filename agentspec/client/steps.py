@@ -38,7 +38,7 @@ class Together(NamedTuple):
 
 def check_count(name: str, count: int) -> None:
     """Raise InvalidInputError unless `count` is at least 1."""
-    if not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InvalidInputError(f"{name}: a number of at least 1 is needed, not {count!r}")
 
 

@@ -28,6 +28,7 @@ Tokenizer = Callable[[str], Sequence[int]]
 
 _HUB_SECONDS = 5.0
 """Longest wait for the hub of models to answer."""
+_A_TOKENIZER = "a tokenizer (--tokenizer; for a training, `tokenizer` beside the path in data.sources)"
 
 
 class Record(BaseModel):
@@ -178,9 +179,9 @@ def _tokens(name: str, ids: list[int] | None, text: str | None, tokenizer: Token
     if ids is not None:
         return as_tokens(ids, f"{name}_token_ids", MAX_VOCAB)
     if text is None:
-        raise InvalidInputError(f"{name}_token_ids: missing; give it, or `{name}` as text and --tokenizer")
+        raise InvalidInputError(f"{name}_token_ids: missing; give it, or `{name}` as text and {_A_TOKENIZER}")
     if tokenizer is None:
-        raise InvalidInputError(f"{name}: is text; give --tokenizer, or {name}_token_ids in its place")
+        raise InvalidInputError(f"{name}: is text; give {_A_TOKENIZER}, or {name}_token_ids in its place")
     try:
         text.encode()
     except UnicodeEncodeError:

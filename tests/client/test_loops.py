@@ -154,7 +154,15 @@ class TestBudget:
 
     @pytest.mark.parametrize(
         "limits",
-        [{"requests": 0}, {"tokens": -1}, {"seconds": 0.0}, {"requests": "3"}, {"tokens": 2.5}, {"seconds": "1"}],
+        [
+            {"requests": 0},
+            {"tokens": -1},
+            {"seconds": 0.0},
+            {"requests": "3"},
+            {"tokens": 2.5},
+            {"seconds": "1"},
+            {"requests": True},
+        ],
     )
     def test_must_be_positive(self, limits: Any) -> None:
         with pytest.raises(InvalidInputError, match=next(iter(limits))):

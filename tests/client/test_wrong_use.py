@@ -176,6 +176,7 @@ def test_options_of_loops_are_checked(server: FakeServer, session: Session) -> N
         "stages: a list": lambda: session.pipeline("two", [stage, wrong]),
         "prompt": lambda: Stage("plan", wrong),
         "attempts": lambda: Stage("plan", "Plan.", attempts=0),
+        "attempts: a number": lambda: Stage("plan", "Plan.", attempts=True),
         "options": lambda: Stage("plan", "Plan.", options=wrong),
         "session": lambda: Stage("plan", "Plan.", options={"session": "other"}),
         "budget.seconds": lambda: Budget(seconds=float("inf")),

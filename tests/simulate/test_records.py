@@ -83,7 +83,7 @@ def test_the_file_is_read_as_the_calls_are_taken(tmp_path: Path) -> None:
         (_record(response_token_ids=[-1]), r"line 2: response_token_ids\[0\] is -1"),
         (_record(response_token_ids=[2**40]), r"line 2: response_token_ids\[0\] is"),
         (_record(response_token_ids=None), "line 2: response_token_ids: missing"),
-        (_record(response_token_ids=None, response="hi"), "line 2: response: is text; give --tokenizer"),
+        (_record(response_token_ids=None, response="hi"), "line 2: response: is text; give a tokenizer .*data.sources"),
         ({"turn": 0}, "line 2: session: Field required"),
     ],
 )
