@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def draw(folder: Path) -> list[Path]:
     """Write every plot into the folder and return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with matplotlib.rc_context(STYLE):
         for name, plot in PLOTS.items():
@@ -130,7 +131,7 @@ def plot_gpu() -> Figure:
     rows = load("gpu")["rows"]
     names = [name for name in WORKLOADS if any(row["workload"] == name for row in rows)]
     speeds = {(row["workload"], row["batch"], row["method"]): row for row in rows}
-    figure, axes = _figure(9, 3.4, 1, len(names))
+    figure, axes = _figure(11, 6.2, 2, 3)
     sizes = sorted({row["batch"] for row in rows})
     for axis, name in zip(axes, names, strict=True):
         bars, noise = [], [speeds[name, size, "vllm"]["noise"] for size in sizes]
@@ -142,7 +143,8 @@ def plot_gpu() -> Figure:
             bars.append((label, colour, [a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]))
         _bars(axis, [f"{size} at a time" for size in sizes], bars, "{:.2f}", errors=noise)
         axis.set_title(WORKLOADS[name].replace("\n", " "))
-        axis.set_ylim(0, 2.6)
+        highest = max(height + error for height, error in zip(bars[-1][2], noise, strict=True))
+        axis.set_ylim(0, max(2.6, 1.15 * highest))
         _line_at_one(axis)
     axes[0].legend(loc="upper left", fontsize=8)
     figure.suptitle("An H200, an 8B model's shape: tokens/s over vLLM without speculation", weight="bold", fontsize=11)
