@@ -21,6 +21,11 @@ from agentspec.server_ext.vllm_adapter.launch import name_cpu_build
 
 CPU_OPTIONS = ("--dtype", "float32", "--enforce-eager")
 """Options that suit vLLM's CPU build: speculation pays in float32 only, and small models need no compilation."""
+GPU_OPTIONS = (
+    *("--dtype", "float32", "--attention-backend", "TRITON_ATTN"),
+    *("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)),
+)
+"""Options for a GPU: texts to be compared need float32, and several servers share the memory. CUDA graphs are used."""
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 _PORTS = range(15_000, 30_000)
@@ -173,7 +178,7 @@ class ModelServer:
     def _command(self) -> list[str]:
         served = ["--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(self.port)]
         program = "agentspec" if self.agentspec else "agentspec.testing.server"
-        return [sys.executable, "-m", program, "serve", self.model, *served, *CPU_OPTIONS, *self.options]
+        return [sys.executable, "-m", program, "serve", self.model, *served, *device_options(), *self.options]
 
     def __enter__(self) -> "ModelServer":
         self.start()
@@ -181,6 +186,13 @@ class ModelServer:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+
+
+def device_options() -> tuple[str, ...]:
+    """Return the options for where vLLM runs here: GPU_OPTIONS or CPU_OPTIONS."""
+    import torch  # takes a second or two, and only a server needs it
+
+    return GPU_OPTIONS if torch.cuda.is_available() else CPU_OPTIONS
 
 
 def free_port() -> int:
