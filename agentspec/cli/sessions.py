@@ -121,16 +121,22 @@ def import_session(
 @_commands.command()
 def delete(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: HeaderOption = None) -> None:
     """Erase a session on the server: suffix indexes, queues, store and step record."""
-    until = time.monotonic() + _ERASURE_SECONDS
+    until, records = time.monotonic() + _ERASURE_SECONDS, 0
     with server_at(url, header) as server:
-        while ask(server, "DELETE", _path(session), "complete").status_code == 202:
+        while True:
+            answer = ask(server, "DELETE", _path(session), "complete")
+            with reading("records"):
+                records += answer.json()["records"]
+            if answer.status_code != 202:
+                break
             if time.monotonic() > until:
                 raise StoreUnavailableError(
                     f"session {session!r}: erased, but another process still reads the database's old pages; run the "
                     "command again when that process has ended"
                 )
             time.sleep(1.0)
-    typer.echo(f"erased: {session}")
+    held = "no record" if records == 0 else "1 record" if records == 1 else f"{records} records"
+    typer.echo(f"erased: {session} ({held} of it in the store)")
 
 
 @_commands.command()

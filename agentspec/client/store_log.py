@@ -68,14 +68,24 @@ class StoreLog(SessionLog):
 
     def remove(self, session: str) -> None:
         with self._outbox.paused(session, FLUSH_TIMEOUT_S):
-            store, until = self._opened(), time.monotonic() + FLUSH_TIMEOUT_S
-            while not store.erase_session(NAMESPACE, session, mark=False).complete:  # no server follows this log
+            until = time.monotonic() + FLUSH_TIMEOUT_S
+            while not self._erase_once(session):
                 if time.monotonic() > until:
                     raise StoreUnavailableError(
                         f"session {session!r}: erased, but another process still reads the old pages of the store; call"
                         " clear() again when that process has ended"
                     )
                 time.sleep(0.1)
+
+    def _erase_once(self, session: str) -> bool:
+        """Erase a session, and return whether nothing of it is left. Raises StoreError, which names the session."""
+        try:
+            return self._opened().erase_session(NAMESPACE, session, mark=False).complete  # no server follows this log
+        except StoreError as error:
+            why = str(error).rstrip(".")
+            raise type(error)(
+                f"session {session!r}: not erased from this client's store: {why}; call clear() again when it answers"
+            ) from error
 
     def close(self) -> None:
         self._outbox.close(FLUSH_TIMEOUT_S)

@@ -38,6 +38,8 @@ ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record
 _SETTINGS = "AGENTSPEC_SETTINGS"
 _SECTION = "agentspec"
 """Key of the settings in vLLM's ``additional_config``, which may hold those of other extensions, too."""
+_MOST_SHOWN = 200
+"""Most characters of a wrong value that an error quotes."""
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -212,6 +214,14 @@ class Settings(BaseModel):
             )
         return value
 
+    @field_validator("speculator_tokens", "speculator_dtype", "speculator_fp8")
+    @classmethod
+    def _of_the_speculator(cls, value: object, info: ValidationInfo) -> object:
+        default = cls.model_fields[str(info.field_name)].default
+        if value != default and info.data.get("speculator", "not valid") is None:
+            raise ValueError("there is no speculator; give its folder or hub id as 'speculator', too")
+        return value
+
     @field_validator("principal_header", "tenant_header")
     @classmethod
     def _header_name(cls, value: str | None) -> str | None:
@@ -285,7 +295,10 @@ def _shown_input(item: Mapping[str, Any]) -> str:
     value = item["input"]
     if item["loc"][:1] == ("store",) or not isinstance(value, str | int | float | bool | None) or "@" in str(value):
         return ""
-    return f" (got {value!r})"
+    shown = repr(value)
+    if len(shown) > _MOST_SHOWN:
+        shown = f"{shown[:_MOST_SHOWN]}…, {len(str(value))} characters"
+    return f" (got {shown})"
 
 
 def check_draft_limit(value: int | None) -> int:

@@ -82,7 +82,8 @@ def test_a_list_shows_whole_ids(
 def test_a_session_is_reached_whatever_its_id(sessions: Sessions, server: Server, name: str) -> None:
     server.say(server.identity(ADA, name))
     assert sessions("show", name)[0] == 0
-    assert sessions("delete", name) == (0, f"erased: {name}\n")
+    assert sessions("delete", name) == (0, f"erased: {name} (1 record of it in the store)\n")
+    assert sessions("delete", name) == (0, f"erased: {name} (no record of it in the store)\n")
     assert [session["id"] for session in json.loads(sessions("list", "--json")[1])["sessions"]] == ["fix-42"]
 
 

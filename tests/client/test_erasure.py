@@ -208,6 +208,13 @@ def test_clear_says_that_something_is_left_in_the_clients_own_store(
         assert session.messages == []
 
 
+def test_clear_names_session_and_remedy_where_the_clients_own_store_is_away(server: FakeServer) -> None:
+    with AgentClient(base_url=server.url, model="small", store="redis://127.0.0.1:1/0") as client:
+        session = client.session("s")
+        with pytest.raises(StoreUnavailableError, match=r"^session 's': not erased .*refused; call clear\(\) again"):
+            session.clear()
+
+
 def test_a_cleared_session_leaves_nothing_in_the_clients_own_store(server: FakeServer, tmp_path: Path) -> None:
     with AgentClient(base_url=server.url, model="small", store=f"sqlite:///{tmp_path}/sessions.db") as client:
         session = client.session("unmistakable-name")

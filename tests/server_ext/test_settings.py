@@ -79,6 +79,9 @@ def test_settings_under_another_spelling_are_refused_instead_of_dropped(key: str
         ({"tenant": "bad\nname"}, "tenant"),
         ({"tenant": "x" * 1000}, "tenant"),
         ({"max_tree": 5}, "max_tree"),
+        ({"speculator_tokens": 3}, "speculator_tokens.*there is no speculator"),
+        ({"speculator_dtype": "float16"}, "speculator_dtype.*there is no speculator"),
+        ({"speculator_fp8": "all"}, "speculator_fp8.*there is no speculator"),
         ({"cost": 0.1}, "verify_cost"),
         ({"judge": False}, "score_suffix_drafts"),
         ("text", "agentspec"),
@@ -92,6 +95,18 @@ def test_settings_under_another_spelling_are_refused_instead_of_dropped(key: str
 def test_a_wrong_setting_is_refused_by_name(section: object, field: str) -> None:
     with pytest.raises(ConfigurationError, match=field):
         load_settings({"agentspec": section}, environ={})
+
+
+def test_options_of_a_speculator_are_taken_with_one_and_as_the_defaults_that_they_are() -> None:
+    given = {"speculator_fp8": "all", "speculator_tokens": 3, "speculator": "folder"}
+    assert load_settings({"agentspec": given}, environ={}).speculator_tokens == 3
+    assert load_settings({"agentspec": {"speculator_dtype": "auto", "speculator_tokens": None}}, environ={})
+
+
+def test_an_error_quotes_the_beginning_of_a_long_value() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load_settings({"agentspec": {"tenant": "x" * 5_000}}, environ={})
+    assert str(error.value).endswith("x…, 5000 characters)") and len(str(error.value)) < 400
 
 
 @pytest.mark.parametrize("field", ["tenant", "model_key"])
