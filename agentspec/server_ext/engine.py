@@ -151,6 +151,8 @@ class DraftingEngine:
         begin = time.thread_time_ns()
         try:
             self._begin_periods()
+            if self._persistence.has_loaded():  # a prompt's text that its session holds is not indexed again
+                self._persistence.apply_loaded(self.cache)
             fresh = [new for new in started if new.request_id not in self._requests.by_id]
             self._turn_over(fresh, None, DEFAULT_WORK_SECONDS)  # a step that computes prompts takes long
         except Exception as error:

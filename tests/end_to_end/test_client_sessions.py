@@ -16,7 +16,7 @@ from agentspec import AgentClient, AsyncAgentClient, Reply
 from agentspec.testing.server import ModelServer
 from demo.tasks import FIRST_HELD_OUT_SEED, make_task
 
-pytestmark = [pytest.mark.engine, pytest.mark.clients]
+pytestmark = pytest.mark.engine
 
 
 def options(salt: str) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def from_session(reply: Reply) -> int:
     return reply.speculation.accepted_by_source["session"]
 
 
+@pytest.mark.clients
 async def test_the_runners_requests_carry_the_sessions_id(priced: ModelServer) -> None:
     agents = pytest.importorskip("agents", reason="openai-agents is not installed")
     agents.set_tracing_disabled(True)

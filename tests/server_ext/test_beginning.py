@@ -50,6 +50,22 @@ class Server:
         return self.engine.stats()["counters"]
 
 
+def noted(monkeypatch: pytest.MonkeyPatch, *methods: tuple[Any, str]) -> list[str]:
+    """Return the list of the names of these methods, (owner, name), in the order in which they are called from now on."""
+    order: list[str] = []
+
+    def noting(name: str, call: Any) -> Any:
+        def note(*args: Any, **names: Any) -> Any:
+            order.append(name)
+            return call(*args, **names)
+
+        return note
+
+    for owner, name in methods:
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    return order
+
+
 @pytest.fixture
 def server(clock_on: None) -> Iterator[Server]:
     made = Server()
@@ -102,24 +118,20 @@ def test_an_error_costs_its_drafts_alone(server: Server, monkeypatch: pytest.Mon
 
 
 def test_new_weights_begin_before_the_request_does(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    cache = server.engine.cache
-
-    def noted(name: str) -> Any:
-        call = getattr(cache, name)
-
-        def note(*args: Any, **names: Any) -> Any:
-            order.append(name)
-            return call(*args, **names)
-
-        return note
-
-    for name in ("begin_weights", "start"):
-        monkeypatch.setattr(cache, name, noted(name))
+    order = noted(monkeypatch, (server.engine.cache, "begin_weights"), (server.engine.cache, "start"))
     server.engine.note_new_weights()
     server.engine.begin([server.new()])
     server.step()
     assert order == ["begin_weights", "start"]
+
+
+def test_what_was_loaded_of_a_session_comes_before_its_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the request indexes again what its session is about to hold."""
+    persistence = server.engine._persistence
+    monkeypatch.setattr(persistence, "has_loaded", lambda: True)
+    order = noted(monkeypatch, (persistence, "apply_loaded"), (server.engine.cache, "start"))
+    server.engine.begin([server.new()])
+    assert order == ["apply_loaded", "start"]
 
 
 def test_nothing_begins_where_drafting_is_switched_off() -> None:
