@@ -51,7 +51,7 @@ class Server:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, *methods: tuple[Any, str]) -> list[str]:
-    """Return the list of the names of these methods, (owner, name), in the order in which they are called from now on."""
+    """Return a list that gets the name of each of these methods, (owner, name), whenever it is called."""
     order: list[str] = []
 
     def noting(name: str, call: Any) -> Any:
