@@ -152,9 +152,10 @@ class DraftingEngine:
         try:
             self._begin_periods()
             if self._persistence.has_loaded():  # a prompt's text that its session holds is not indexed again
-                self._persistence.apply_loaded(self.cache)
+                self._persistence.apply_loaded(self.cache, DEFAULT_WORK_SECONDS / 2)
             fresh = [new for new in started if new.request_id not in self._requests.by_id]
-            self._turn_over(fresh, None, DEFAULT_WORK_SECONDS)  # a step that computes prompts takes long
+            spent = 1e-9 * (time.thread_time_ns() - begin)
+            self._turn_over(fresh, None, DEFAULT_WORK_SECONDS - spent)  # a step that computes prompts takes long
         except Exception as error:
             self.metrics.count_error("begin", error)
             for new in started:
