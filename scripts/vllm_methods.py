@@ -46,6 +46,7 @@ READ = (
     "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.__init__",
     "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update",
     "vllm.v1.engine.exceptions:EngineDeadError",
+    "vllm.v1.engine.output_processor:OutputProcessor.propagate_error",
     "vllm.v1.engine.llm_engine:LLMEngine.abort_request",
     "vllm.v1.engine.llm_engine:LLMEngine.add_request",
     "vllm.v1.engine.llm_engine:LLMEngine.step",

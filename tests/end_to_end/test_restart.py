@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from agentspec.server_ext.vllm_adapter.shutdown import SAVE_SECONDS
@@ -106,6 +107,27 @@ def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> Non
     assert list(tmp_path.glob("server.db-*.snapshot"))
     with sqlite3.connect(tmp_path / "server.db") as database:
         assert database.execute("SELECT count(*) FROM entries").fetchone()[0] >= 1
+
+
+def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None:
+    """By itself vLLM leaves them waiting for their own timeouts, and the server for them."""
+    server = ModelServer(MODEL, options=OPTIONS, name="demo", log=tmp_path / "server.log", environment=ENVIRONMENT)
+    body = {"model": "demo", "prompt": "def ", "max_tokens": 900, "ignore_eos": True}
+    with server, ThreadPoolExecutor(2) as pool:
+        requests = [
+            pool.submit(httpx.post, f"{server.base_url}/completions", json=body | {"stream": stream}, timeout=300)
+            for stream in (False, True)
+        ]
+        wait_for(lambda: bool(server.stats()["running"] == len(requests)))
+        for process in psutil.Process(server.process_id).children():
+            if "EngineCore" in "".join(process.cmdline()):
+                process.suspend()
+        assert server.process_id is not None
+        os.kill(server.process_id, signal.SIGTERM)
+        assert not wait(requests, timeout=SAVE_SECONDS + 30).not_done
+    whole, streamed = (request.result() for request in requests)
+    assert whole.status_code == 500
+    assert "EngineCore" in whole.text and "EngineCore" in streamed.text
 
 
 @pytest.mark.store

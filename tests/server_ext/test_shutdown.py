@@ -1,5 +1,6 @@
 """Engines get the time to save when the server is stopped, and no other engine gets more than vLLM gives it."""
 
+import asyncio
 import os
 import threading
 import time
@@ -101,3 +102,46 @@ def test_a_signal_ends_the_wait_for_engines_that_start() -> None:
     wait(network.zmq_socket_ctx)  # once it raises, the patch can go
     with pytest.raises(KeyboardInterrupt, match="terminated"):
         wait(partial(shutdown.startup_socket, network.zmq_socket_ctx))
+
+
+@pytest.mark.parametrize(("speculative_config", "told"), [(OURS, True), (None, False)])
+@pytest.mark.parametrize("in_loop", [True, False])
+def test_requests_that_the_engines_never_answer_hear_of_their_end(
+    speculative_config: Any, told: bool, in_loop: bool
+) -> None:
+    """vLLM shuts down in a thread; in the loop's own where a program does. A second shutdown is harmless."""
+    pytest.importorskip("vllm")
+    from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+    async def run() -> bool:
+        queue: Any = RequestOutputCollector(None, "left")
+        processor = OutputProcessor(None, log_stats=False)
+        processor.request_states["left"] = SimpleNamespace(queue=queue)
+        config = SimpleNamespace(speculative_config=speculative_config)
+        client = SimpleNamespace(vllm_config=config, output_processor=processor, output_handler=None)
+        original = partial(shutdown.shut_down_client, lambda *_, timeout: client.output_handler.cancel())
+        client.output_handler = asyncio.create_task(asyncio.sleep(60))
+        for _ in range(2):
+            await asyncio.sleep(0)
+            if in_loop:
+                original(client, timeout=0)
+            else:
+                await asyncio.to_thread(original, client, timeout=0)
+        try:
+            await asyncio.wait_for(queue.get(), 5 if told else 0.1)
+        except EngineDeadError:
+            return True
+        except TimeoutError:
+            return False
+        raise AssertionError("an answer without an engine")
+
+    assert asyncio.run(run()) is told
+
+
+def test_a_client_without_requests_or_loop_is_shut_down_as_ever() -> None:
+    ended: list[float] = []
+    client = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=OURS), output_handler=None)
+    shutdown.shut_down_client(lambda _, timeout: ended.append(timeout), client, timeout=0)
+    shutdown.shut_down_client(lambda _, timeout: ended.append(timeout), SimpleNamespace(), timeout=1)  # half made
+    assert ended == [0, 1]

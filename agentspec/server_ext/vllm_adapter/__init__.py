@@ -10,7 +10,7 @@ Before an engine is made:
 In the API server:
 
 ``frontend``            writes identities into requests, and asks the engines for their figures
-``shutdown``            gives engines the time to save when a server is stopped, also while they start
+``shutdown``            gives engines the time to save when a server is stopped, and its callers an answer
 
 In the engine core and its workers:
 
@@ -235,6 +235,8 @@ PATCHES = (
           "notes whether the engines have something to save"),
     Patch("frontend", _MANAGER, "shutdown", shutdown.shut_down_engines,
           "gives engines time to save; by default vLLM gives none"),
+    Patch("frontend", "vllm.v1.engine.async_llm:AsyncLLM", "shutdown", shutdown.shut_down_client,
+          "tells requests that reached the engines too late to be aborted"),
     Patch("engine core", _GRAMMARS, "grammar_bitmask", cheap_steps.grammar_bitmask,
           "allocates it for the drafts that there are", until=(0, 32)),
     Patch("engine core", _GRAMMARS, "grammar_bitmask", cheap_steps.even_grammar_bitmask,

@@ -1,4 +1,4 @@
-"""Let engines save what they hold when a server is stopped, and let it be stopped while they start.
+"""Let engines save what they hold when a server is stopped, tell all its callers, and let it be stopped at its start.
 
 By default (``--shutdown-timeout 0``) vLLM tells its engines to abort their requests, and kills them at the same moment.
 Then nothing is saved: no snapshot, and no turn of the last milliseconds. So they get time until each has left a file
@@ -55,6 +55,22 @@ def startup_socket(original: Callable[..., Any], *args: Any, **kwargs: Any) -> I
             interrupt = error
     if interrupt is not None:
         raise interrupt
+
+
+def shut_down_client(original: Callable[..., None], client: Any, *args: Any, **kwargs: Any) -> None:
+    """End the engines, then tell every request that is left. ``client`` is an ``AsyncLLM``.
+
+    vLLM stops reading the engines' answers when they have ended. A request that reached them too late to be aborted
+    heard nothing: its caller waited for its own timeout, and the server for its caller.
+    """
+    original(client, *args, **kwargs)
+    reader = getattr(client, "output_handler", None)
+    if reader is None or not uses_agentspec(client.vllm_config):
+        return
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        reader.get_loop().call_soon_threadsafe(client.output_processor.propagate_error, EngineDeadError())
 
 
 def note_saved() -> None:
