@@ -15,6 +15,7 @@ from agentspec.cache.store import (
     LogNames,
     MemoryStore,
     NewEntry,
+    Store,
     TurnRecord,
     Wanted,
     encode,
@@ -98,6 +99,17 @@ def gather(loader: BackgroundLoader, *wanted: Wanted) -> list[TurnRecord]:
 
     wait_until(done)
     return records
+
+
+def payloads(store: Store, session: str | None = None, *, newest: int | None = None) -> list[bytes]:
+    return [entry.payload for entry in store.read(NS, session=session, newest=newest)]
+
+
+def fill(store: Store, count: int, sessions: int = 3) -> list[NewEntry]:
+    entries = [NewEntry(f"s{number % sessions}", b"payload %d" % number) for number in range(count)]
+    for start in range(0, count, 100):
+        store.append(NS, entries[start : start + 100])
+    return entries
 
 
 class FlakyStore(MemoryStore):

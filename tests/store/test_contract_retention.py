@@ -1,0 +1,121 @@
+"""What every store promises of retention: by age, bytes and records, on each of them."""
+
+import time
+
+import pytest
+
+from agentspec.cache.store import (
+    NewEntry,
+    Retention,
+    Store,
+    trim_sessions,
+)
+from tests.store.helpers import NS, fill, payloads
+
+pytestmark = pytest.mark.usefixtures("patience")
+
+
+def trim(store: Store, retention: Retention) -> int:
+    """Trim slice by slice, and return how many entries went."""
+    removed = 0
+    for _ in range(10_000):
+        records, more = store.trim(retention)
+        assert records <= 256
+        removed += records
+        if not more:
+            return removed
+    raise AssertionError("trimming does not end")
+
+
+def test_retention_by_records_keeps_the_newest(store: Store) -> None:
+    entries = fill(store, 1000)
+    store.append("other", [NewEntry("t", b"newer")])
+    store.erase_session(NS, "s2")
+    left = [payload for session, payload, *_ in entries if session != "s2"]
+    assert trim(store, Retention(records=102)) == 667 + 2 - 102
+    assert [payload for payload in payloads(store) if payload.startswith(b"payload")] == left[-100:]
+    assert [entry.payload for entry in store.read("other")] == [b"newer"]
+    assert store.usage().records == 102
+    assert trim(store, Retention(records=102)) == 0
+    assert trim(store, Retention(records=0)) == 102
+    assert (payloads(store), store.sessions(NS), store.usage().records) == ([], [], 0)
+    (sequence,) = store.append(NS, [NewEntry("s1", b"x")])  # a session whose head is gone goes on
+    assert [entry.sequence for entry in store.read(NS)] == [sequence]
+
+
+def test_retention_takes_the_oldest_whichever_log_they_are_in(store: Store) -> None:
+    for number in range(60):
+        log = "rare" if number % 20 == 0 else f"log-{number % 3}"
+        store.append(log, [NewEntry(f"s{number % 7}", number.to_bytes(2))])
+        time.sleep(0.002)  # Redis knows milliseconds
+    logs = ["rare", *(f"log-{number}" for number in range(3))]
+
+    def left() -> list[int]:
+        return sorted(int.from_bytes(entry.payload) for log in logs for entry in store.read(log))
+
+    assert trim(store, Retention(records=35)) == 25
+    assert left() == list(range(25, 60))
+    store.append("log-0", [NewEntry("s", number.to_bytes(2)) for number in range(60, 400)])
+    assert trim(store, Retention(records=300)) == 75
+    assert left() == list(range(100, 400))
+    assert trim(store, Retention(records=0)) == 300
+
+
+def test_retention_by_bytes_holds_at_ten_times_the_limit_and_gives_the_space_back(store: Store) -> None:
+    empty = store.usage().bytes
+    limit = 2 << 20
+    for number in range(2500):
+        store.append(NS, [NewEntry(f"s{number % 97}", number.to_bytes(2) * 4200, f"g{number % 5}")])
+    full = store.usage().bytes
+    assert full > 10 * limit
+    removed = trim(store, Retention(bytes=limit))
+    usage = store.usage()
+    assert empty < usage.bytes < 1.15 * limit
+    assert usage.bytes > 0.7 * limit
+    assert usage.records == 2500 - removed == len(payloads(store))
+    numbers = [int.from_bytes(payload[:2]) for payload in payloads(store)]
+    assert numbers == list(range(removed, 2500))
+    assert sum(session.records for session in store.sessions(NS)) == usage.records
+    assert sum(len(list(store.read(NS, group=f"g{group}"))) for group in range(5)) == usage.records
+
+
+def test_whole_sessions_are_erased_least_recently_used_first(store: Store) -> None:
+    for number in range(30):
+        store.append(NS, [NewEntry(f"s{number % 10}", bytes(1000))] * 10)
+        time.sleep(0.002)
+    store.append(NS, [NewEntry("s0", b"again")])  # the oldest session is in use
+    assert trim_sessions(store, NS, Retention(bytes=300_000, days=1, records=400)) == 1
+    assert [usage.session for usage in store.sessions(NS)] == ["s0", *(f"s{number}" for number in range(2, 10))]
+    assert trim_sessions(store, NS, Retention(records=100)) == 6
+    assert [(usage.session, usage.records) for usage in store.sessions(NS)] == [("s0", 31), ("s8", 30), ("s9", 30)]
+    assert len(list(store.read(NS))) == 91  # no tombstones
+    begin = time.time()
+    time.sleep(1.5)
+    store.append(NS, [NewEntry("s8", b"again")])
+    assert trim_sessions(store, NS, Retention(days=(time.time() - begin - 0.1) / 86_400)) == 2
+    assert [usage.session for usage in store.sessions(NS)] == ["s8"]
+    assert trim_sessions(store, NS, Retention()) == 0
+
+
+def test_retention_by_age(store: Store) -> None:
+    fill(store, 600)
+    assert trim(store, Retention(days=1)) == 0
+    time.sleep(0.02)
+    assert trim(store, Retention(days=0.01 / 86_400)) == 600
+    assert payloads(store) == []
+
+
+def test_it_knows_whether_retention_took_something_behind_a_cursor(store: Store) -> None:
+    assert store.history(NS, "") == "whole"
+    cursors = store.append(NS, [NewEntry("s", b"0"), NewEntry("s", b"1"), NewEntry("t", b"2")])
+    assert all(store.history(NS, cursor) == "whole" for cursor in ("", *cursors))
+    store.erase_session(NS, "t")
+    assert all(store.history(NS, cursor) == "whole" for cursor in cursors)
+    assert store.trim(Retention(records=2)).records == 1
+    assert all(store.history(NS, cursor) == "whole" for cursor in cursors[1:])
+    assert store.trim(Retention(records=1)).records == 1
+    assert store.history(NS, cursors[0]) == store.history(NS, "") == "trimmed"
+    end = store.newest(NS)
+    while store.trim(Retention(records=0)).more:
+        pass
+    assert store.history(NS, end) == "whole" and store.history(NS, cursors[2]) == "trimmed"
