@@ -16,7 +16,7 @@ from agentspec.rollout.journal import Journal, Key, Sample
 from agentspec.rollout.problems import Problem
 from agentspec.rollout.ray_engine import RayEngine
 from agentspec.rollout.rewards import Reward, Rewards
-from agentspec.server_ext.vllm_adapter.offline import Answer, OfflineEngine, Sampling
+from agentspec.server_ext.vllm_adapter.offline import DRAFT_FIGURES, Answer, OfflineEngine, Sampling, has_draft_figures
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,8 @@ def rollout_options(**options: Any) -> dict[str, Any]:
     """
     from agentspec.server_ext.vllm_launch import engine_options
 
-    return {**engine_options(**options), **PLAIN_OPTIONS, "per_request_spec_decode_metrics": "summary"}
+    figures = {DRAFT_FIGURES: "summary"} if has_draft_figures() else {}
+    return {**engine_options(**options), **PLAIN_OPTIONS, **figures}
 
 
 class RolloutGenerator:

@@ -10,7 +10,18 @@ import pytest
 import torch
 
 from agentspec.errors import AgentSpecError
-from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample
+from agentspec.rollout import (
+    Journal,
+    OfflineEngine,
+    Plan,
+    Problem,
+    RolloutGenerator,
+    Sample,
+    generator,
+    rollout_options,
+)
+from agentspec.server_ext.vllm_adapter import offline
+from agentspec.server_ext.vllm_adapter.offline import DRAFT_FIGURES, Sampling
 from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
 
 vllm = pytest.importorskip("vllm")
@@ -91,8 +102,11 @@ class LLM:
         self.llm_engine.resets.append(len(self.llm_engine.asked))
         return True
 
-    def collective_rpc(self, method: str, args: tuple[str, ...]) -> None:
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        if args[0] == "request":
+            return [None, {"drafted": 8, "accepted": 5} if args[1:] == ("r", None, True, None) else None]
         self.llm_engine.told.append((len(self.llm_engine.asked), args))
+        return []
 
 
 PROBLEMS = [
@@ -104,8 +118,8 @@ PROBLEMS = [
 
 def run(path: Path, plan: Plan, engine: Engine | None = None, **options: Any) -> tuple[list[Any], list[Sample]]:
     with Journal(path) as journal:
-        generator = RolloutGenerator(OfflineEngine(LLM(engine or Engine())), journal, **options)
-        figures = list(generator.run(PROBLEMS, plan))
+        samples = RolloutGenerator(OfflineEngine(LLM(engine or Engine())), journal, **options)
+        figures = list(samples.run(PROBLEMS, plan))
         return figures, list(journal.samples())
 
 
@@ -142,6 +156,30 @@ def test_steps_are_counted_and_not_reckoned_from_accepted_tokens(tmp_path: Path)
     figures, samples = run(tmp_path / "r.jsonl", Plan(samples=1), Late(batch=1))
     assert [sample.steps for sample in samples] == [3, 3, 3]
     assert (figures[0].steps, figures[0].tokens) == (9, 6)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "given", "counts"), [(True, False, (8, 5)), (True, True, (0, 0)), (False, False, (0, 0))]
+)
+def test_where_vllm_gives_no_figures_of_drafts_the_engine_is_asked(
+    drafts: bool, given: bool, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.28 has none, and takes no option for them."""
+    monkeypatch.setattr(offline, "has_draft_figures", lambda: given)
+    monkeypatch.setattr(generator, "has_draft_figures", lambda: given)
+
+    class Old(Engine):
+        def step(self) -> list[Any]:
+            outputs = super().step()
+            for output in outputs:
+                del output.outputs[0].spec_decode_metrics
+            return outputs
+
+    engine = OfflineEngine(LLM(Old(drafts=drafts)))
+    engine.add("r", [1], Sampling(1.0, 1.0, 2), {})
+    (answer,) = engine.step()
+    assert (answer.drafted, answer.accepted) == counts
+    assert (DRAFT_FIGURES in rollout_options()) == given
 
 
 def test_a_second_run_samples_what_is_missing(tmp_path: Path) -> None:

@@ -4,13 +4,17 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, RolloutError, first_line
-from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD
+from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id
 from agentspec.server_ext.vllm_adapter.launch import refusals, without_vllm
 from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
+
+DRAFT_FIGURES = "per_request_spec_decode_metrics"
+"""Option by which vLLM gives each output figures of its drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,16 @@ def sampling_params(sampling: Sampling, extra: dict[str, Any] | None = None) -> 
         )
     except refusals() as error:
         raise ConfigurationError(f"vLLM refuses how to sample: {first_line(error)}") from error
+
+
+@cache
+def has_draft_figures() -> bool:
+    """Return whether vLLM can give each output figures of its drafts: from 0.29 on. Without vLLM: True."""
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+    except ImportError:
+        return True
+    return DRAFT_FIGURES in {field.name for field in fields(EngineArgs)}
 
 
 class OfflineEngine:
@@ -150,7 +164,7 @@ class OfflineEngine:
         except EngineDeadError as error:
             raise RolloutError("the engine's process died; its log may say why. Run it again to go on") from error
         self._steps.update(output.request_id for output in outputs)
-        return [_answer(output, self._steps.pop(output.request_id)) for output in outputs if output.finished]
+        return [self._answer(output) for output in outputs if output.finished]
 
     def begin_epoch(self) -> None:
         """Tell agentspec in the engine, if it drafts there, that an epoch begins (setting ``history_window``)."""
@@ -188,6 +202,33 @@ class OfflineEngine:
         """End the engine, once the store has every finished turn."""
         self._engine.engine_core.shutdown()
 
+    def _answer(self, output: Any) -> Answer:
+        """Return vLLM's finished output as an answer."""
+        completion = output.outputs[0]
+        tokens = [int(token) for token in completion.token_ids]
+        drafted, accepted = self._drafts_of(output.request_id, getattr(completion, "spec_decode_metrics", None))
+        return Answer(
+            output.request_id,
+            tokens,
+            [float(step[token].logprob) for step, token in zip(completion.logprobs or [], tokens, strict=False)],
+            completion.text,
+            completion.finish_reason,
+            self._steps.pop(output.request_id),
+            drafted,
+            accepted,
+        )
+
+    def _drafts_of(self, request_id: str, figures: Any) -> tuple[int, int]:
+        """Return how many tokens were drafted and accepted. figures: vLLM's; None: ask agentspec in the engine."""
+        if figures is not None:
+            counts = figures.to_dict()
+            return counts.get("num_draft_tokens", 0), counts.get("num_accepted_draft_tokens", 0)
+        if has_draft_figures() or not uses_agentspec(self._engine.vllm_config):
+            return 0, 0
+        workers = self.llm.collective_rpc(RPC_METHOD, args=("request", api_request_id(request_id), None, True, None))
+        counts = next((answer for answer in workers if answer is not None), None)
+        return (0, 0) if counts is None else (counts["drafted"], counts["accepted"])
+
 
 def _end_waiting_at_death(core: Any) -> None:
     """End a step that waits for an engine core in another process, if that is killed.
@@ -203,21 +244,3 @@ def _end_waiting_at_death(core: Any) -> None:
         core.outputs_queue.put_nowait(RuntimeError("the engine was shut down"))
 
     core.shutdown = shut_down_and_tell
-
-
-def _answer(output: Any, steps: int) -> Answer:
-    """Return vLLM's finished output as an answer."""
-    completion = output.outputs[0]
-    tokens = [int(token) for token in completion.token_ids]
-    spec = completion.spec_decode_metrics
-    figures = {} if spec is None else spec.to_dict()
-    return Answer(
-        output.request_id,
-        tokens,
-        [float(step[token].logprob) for step, token in zip(completion.logprobs or [], tokens, strict=False)],
-        completion.text,
-        completion.finish_reason,
-        steps,
-        figures.get("num_draft_tokens", 0),
-        figures.get("num_accepted_draft_tokens", 0),
-    )
