@@ -242,13 +242,15 @@ NB_MODULE(_native, module) {
           "start",
           [](Cache& cache, std::size_t slot, const Vector& prompt, const Name& session, const Name& group,
              const Name& tenant, bool shared, const Name& family, const Name& owner, const Name& tenant_owner,
-             const Vector& ends, const Vector& prediction) {
+             const Vector& ends, const Vector& prediction, const Vector& quotable) {
             const Names names = names_of(session, group, tenant, shared, family, owner, tenant_owner);
-            return without_gil([&] { return cache.start(slot, view(prompt), names, view(ends), view(prediction)); });
+            return without_gil([&] {
+              return cache.start(slot, view(prompt), names, view(ends), view(prediction), view(quotable));
+            });
           },
           "slot"_a, "prompt"_a.noconvert(), "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a,
           "family"_a.none(), "owner"_a.none(), "tenant_owner"_a.none(), "ends"_a.noconvert(),
-          "prediction"_a.noconvert())
+          "prediction"_a.noconvert(), "quotable"_a.noconvert())
       .def(
           "extend", [](Cache& cache, std::size_t slot, const Vector& tokens) { cache.extend(slot, view(tokens)); },
           "slot"_a, "tokens"_a.noconvert(), Released())

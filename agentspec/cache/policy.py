@@ -1,6 +1,6 @@
 """Set how SuffixCache drafts: which tokens it takes and where it ends a draft.
 
-A draft grows token by token. At each position every source (`types.SOURCES`, but the last) proposes the two most
+A draft grows token by token. At each position every source (`types.SOURCES` before "model") proposes the two most
 frequent successors of its longest match. A resume point proposes one more: if a draft copied a passage and one token
 was rejected, it continues the passage behind that token. The acceptance table gives each proposal its probability, by
 source, match length, agreement among the matched places, and depth. The reranker, a logistic regression over hashed

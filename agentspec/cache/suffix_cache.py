@@ -138,6 +138,7 @@ class SuffixCache(KeptTurns):
         tenant_owner: str | None = None,
         parent: str | None = None,
         prediction: TokenIds = (),
+        quotable: TokenIds = (),
     ) -> None:
         """Begin a request. prompt: int32 [P] or a sequence of int. Ids from vocab_size on, which models use as
         placeholders of images, are context like others and never drafted.
@@ -153,6 +154,8 @@ class SuffixCache(KeptTurns):
         whom the tenant does, e.g. the caller if it is one caller's. None: as before, at first the tenant itself.
         prediction: what its response is expected to be like, at most MAX_PREDICTION tokens; this request alone drafts
         from it, as source "prediction" (ArcticInference's rule ignores it).
+        quotable: what its response may quote anywhere, such as the prompt's text in the spelling of JSON strings, at
+        most MAX_PREDICTION tokens; a source "quote" of the same kind, unused beside a prediction.
         Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes
         nothing.
         """
@@ -162,9 +165,12 @@ class SuffixCache(KeptTurns):
         names = Names(session, group, tenant, scope, family=parent)
         ends = as_tokens(end_tokens, "end_tokens", MAX_VOCAB)
         expected = as_tokens(prediction, "prediction", self._vocab_size)
-        if len(expected) > MAX_PREDICTION:
-            raise InvalidInputError(f"prediction: {len(expected)} tokens; give at most {MAX_PREDICTION}")
-        root = self._core.start(self._running.free_slot(), tokens, *names.keys(), owner, tenant_owner, ends, expected)
+        quoted = as_tokens(quotable, "quotable", self._vocab_size)
+        for name, given in (("prediction", expected), ("quotable", quoted)):
+            if len(given) > MAX_PREDICTION:
+                raise InvalidInputError(f"{name}: {len(given)} tokens; give at most {MAX_PREDICTION}")
+        slot = self._running.free_slot()
+        root = self._core.start(slot, tokens, *names.keys(), owner, tenant_owner, ends, expected, quoted)
         family = name_in(tenant, root) if root else None
         if family == session:
             family = None

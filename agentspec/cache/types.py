@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from agentspec.errors import ConfigurationError
 
-SOURCES = ("request", "session", "group", "global", "public", "sibling", "prediction", "model")
+SOURCES = ("request", "session", "group", "global", "public", "sibling", "prediction", "model", "quote")
 """Sources of a drafted token; every `sources` array holds indices into this tuple. "sibling": a request of the same
 group or session that runs at the same time. "prediction": what the request's caller expects as its response. "model":
-another drafter's token, merged by `SuffixCache.merge_drafts`."""
+another drafter's token, merged by `SuffixCache.merge_drafts`. "quote": what the response may quote."""
 
 MAX_PREDICTION = 16_384
-"""Most tokens of a prediction."""
+"""Most tokens of a prediction, and of what a response may quote."""
 
 Scope = Literal["tenant", "session", "none"]
 """Texts that a request drafts from and adds to, beside its own: session, group and tenant; session and its family;

@@ -50,7 +50,7 @@ class NewRequest:
     prompt: token ids [P]; an array is valid as long as the step. end_tokens: tokens that end its response. api_id: the
     id in the API's response, under which its figures are kept; None: the request id. call: which of the API's calls
     with that id it belongs to. detailed: whether it asked for the sources of its tokens. prediction: tokens that it
-    expects as its response. repetition: what ends it, too.
+    expects as its response. quotable: tokens that its response may quote. repetition: what ends it, too.
     """
 
     request_id: str
@@ -61,6 +61,7 @@ class NewRequest:
     call: str = ""
     detailed: bool = False
     prediction: Sequence[int] = ()
+    quotable: Sequence[int] | Int32 = ()
     repetition: Repetition | None = None
 
 

@@ -56,7 +56,7 @@ void Cache::count(Request& request) {
 }
 
 std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends,
-                         std::span<const Token> prediction) {
+                         std::span<const Token> prediction, std::span<const Token> quotable) {
   const EngineCall call(*this);
   auto fresh = std::make_unique<Request>();
   fresh->tenant = entries_.tenant(names.tenant, names.tenant_owner);
@@ -72,7 +72,7 @@ std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names 
   fresh->learned = learned_of(*fresh);
   fresh->state.ends.assign(ends.begin(), ends.end());
   fresh->begin(*drafter_, prompt);
-  fresh->predict(*drafter_, prompt, prediction);
+  fresh->predict(*drafter_, prompt, prediction, quotable);
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   Request& started = *(requests_[slot] = std::move(fresh));
   started.join();

@@ -63,7 +63,7 @@ class Cache {
   // Starts a request in a slot that the caller knows to be unused. The caller has also checked the tokens. Returns the
   // root of its session's family, empty without a session.
   std::string start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends,
-                    std::span<const Token> prediction);
+                    std::span<const Token> prediction, std::span<const Token> quotable);
   void extend(std::size_t slot, std::span<const Token> tokens);
   // Ends a request. Returns the turn that it adds, if any. `record` names the turn in the store; 0: it has no name.
   std::optional<Turn> finish(std::size_t slot, std::optional<std::size_t> output_limit, std::uint64_t record);

@@ -28,12 +28,13 @@ void index(SuffixIndex& index, WorkBudget& budget) {
 
 }  // namespace
 
-// Indexes pending positions of a request, its prediction first, and its entries, and removes dropped ones.
+// Indexes pending positions of a request, its prediction first and what it may quote last, and its entries, and removes
+// dropped ones.
 void Cache::advance(Request& request, WorkBudget& budget) {
-  index(request.prediction, budget);
-  if (request.index.pending() > 0) {
-    request.index.advance(kOwnPerStep);
-    index(request.index, budget);
+  for (SuffixIndex* waiting : request.in_order()) {
+    if (waiting->pending() == 0) continue;
+    if (waiting == &request.index) waiting->advance(kOwnPerStep);
+    index(*waiting, budget);
   }
   if (request.session) entries_.advance(*request.session, budget);
   if (request.group) entries_.advance(*request.group, budget);
@@ -48,8 +49,7 @@ std::size_t Cache::work(WorkBudget& budget) {
   entries_.work(budget);
   for (const auto& current : requests_) {
     if (!current || current->pending() == 0) continue;
-    index(current->prediction, budget);
-    index(current->index, budget);
+    for (SuffixIndex* waiting : current->in_order()) index(*waiting, budget);
     count(*current);
   }
   return budget.used() == 0 && entries_.has_work() ? 1 : budget.used();

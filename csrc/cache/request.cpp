@@ -37,10 +37,15 @@ void Request::begin(const Drafter& drafter, std::span<const Token> prompt) {
   drafter.start(index, prompt, held_from, held_to);
 }
 
-void Request::predict(const Drafter& drafter, std::span<const Token> prompt, std::span<const Token> expected) {
-  if (expected.empty()) return;
-  prediction.append(last_of(prompt, drafter.kept_context()), false);
-  prediction.append(expected);
+void Request::predict(const Drafter& drafter, std::span<const Token> prompt, std::span<const Token> expected,
+                      std::span<const Token> quotable) {
+  quotes = expected.empty() && !quotable.empty();
+  if (quotes) {
+    prediction.append(quotable);
+  } else if (!expected.empty()) {
+    prediction.append(last_of(prompt, drafter.kept_context()), false);
+    prediction.append(expected);
+  }
 }
 
 bool Request::goes_on_in(std::span<const Token> row) const {

@@ -14,7 +14,7 @@
 
 namespace agentspec {
 
-using BySource = std::array<std::int32_t, kSources + 1>;  // tokens of each source; the last is kModel
+using BySource = std::array<std::int32_t, kQuote + 1>;  // tokens of each source, as users see it
 
 // Counts by source the tokens of a draft that were accepted, and those that were verified.
 struct Verified {
@@ -30,7 +30,9 @@ struct Request {
   std::shared_ptr<Tenant> tenant;
   std::shared_ptr<Learned> learned;
   SuffixIndex index;       // the whole text; only what the session does not hold is findable
-  SuffixIndex prediction;  // what the caller expects as the response, behind the end of the prompt; mostly empty
+  SuffixIndex prediction;  // what the caller expects as the response, behind the end of the prompt; or what the
+                           // response may quote; mostly empty
+  bool quotes = false;     // `prediction` is what it may quote
   bool shared = false;     // it drafts from its tenant's responses and adds its own
   bool own_group = false;  // its group is the family whose root its session is
   std::size_t prompt_length = 0;
@@ -44,8 +46,10 @@ struct Request {
 
   // Puts the prompt into the empty index.
   void begin(const Drafter& drafter, std::span<const Token> prompt);
-  // Lets it draft from what the caller expects as its response, behind the end of `prompt`.
-  void predict(const Drafter& drafter, std::span<const Token> prompt, std::span<const Token> expected);
+  // Lets it draft from what the caller expects as its response, behind the end of `prompt`; or, where nothing is
+  // expected, from what the response may quote.
+  void predict(const Drafter& drafter, std::span<const Token> prompt, std::span<const Token> expected,
+               std::span<const Token> quotable);
   // Returns whether the engine's row begins with the text. Compares the last kMaxDraft + 1 tokens: a step adds no more.
   bool goes_on_in(std::span<const Token> row) const;
   // Cuts the text to what the engine's row still begins with: the engine took back the rest.
@@ -66,6 +70,10 @@ struct Request {
 
   Size size() const;
   std::size_t pending() const { return index.pending() + prediction.pending(); }
+  // Returns its texts in the order in which they are to be indexed.
+  std::array<SuffixIndex*, 2> in_order() {
+    return quotes ? std::array{&index, &prediction} : std::array{&prediction, &index};
+  }
   void forget_public();
   // Returns the entries that it drafts from and adds to; null where there is none.
   std::array<CacheEntry*, 3> entries() const { return {session.get(), group.get(), tenant.get()}; }
@@ -74,6 +82,7 @@ struct Request {
   DraftRequest for_drafter(const SuffixIndex* public_corpus);
   // Returns a candidate's source as users see it: the family of a root counts as the session.
   std::uint8_t source_of(const Candidate& candidate) const {
+    if (quotes && candidate.source == kPrediction) return kQuote;
     return own_group && candidate.source == kGroup ? std::uint8_t{kSession} : candidate.source;
   }
 };

@@ -16,7 +16,7 @@ namespace agentspec {
 
 // Names the source of a drafted token, an index or another drafter, in the order of SOURCES in
 // agentspec/cache/types.py. kSibling is the text of another running request of the group.
-enum Source : std::uint8_t { kRequest, kSession, kGroup, kGlobal, kPublic, kSibling, kPrediction, kModel };
+enum Source : std::uint8_t { kRequest, kSession, kGroup, kGlobal, kPublic, kSibling, kPrediction, kModel, kQuote };
 
 inline constexpr std::size_t kSources = kModel;  // number of indexes that a request drafts from
 inline constexpr std::size_t kMaxDraft = 128;    // tokens: the engine verifies no more

@@ -140,7 +140,7 @@ class Fuzzer:
         scope = rng.choice(SCOPES) if rng.random() < 0.3 else "tenant"
         ends = rng.choices(self.alphabet, k=rng.randrange(3))
         owners = (rng.choice(OWNERS), rng.choice(OWNERS))
-        more = (scope, ends, *owners, rng.choice(PARENTS), self.prediction())
+        more = (scope, ends, *owners, rng.choice(PARENTS), self.prediction(), self.prediction())
         self.pair.start(f"r{self.number}", prompt, names[0], names[2], names[1], *more)
         self.texts[f"r{self.number}"] = prompt
 

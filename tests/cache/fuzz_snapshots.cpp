@@ -89,7 +89,7 @@ void use(Cache& cache, std::mt19937_64& random, const std::string& path, bool sa
     std::vector<Token> prompt(random() % 40);
     const auto first = static_cast<Token>(random() % 30);
     for (std::size_t i = 0; i < prompt.size(); ++i) prompt[i] = (first + static_cast<Token>(i)) % 30;
-    cache.start(0, prompt, names, {}, {});
+    cache.start(0, prompt, names, {}, {}, {});
     const std::vector<std::int32_t> slots{0}, max_draft{16};
     for (int step = 0; step < 3; ++step) {
       const Drafts drafts = cache.propose(slots, max_draft, 0.01, 1.0);

@@ -69,10 +69,11 @@ class Pair:
         tenant_owner: str | None = None,
         parent: str | None = None,
         prediction: Sequence[int] = (),
+        quotable: Sequence[int] = (),
     ) -> None:
         names: dict[str, Any] = {"session": session, "group": group, "tenant": tenant, "scope": scope}
         names |= {"owner": owner, "tenant_owner": tenant_owner, "parent": parent}
-        names |= {"end_tokens": end_tokens, "prediction": prediction}
+        names |= {"end_tokens": end_tokens, "prediction": prediction, "quotable": quotable}
         self.core.start(request, prompt, **names)
         self.oracle.start(request, prompt, **names)
 

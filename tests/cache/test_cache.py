@@ -221,7 +221,7 @@ def test_restore_without_the_turns_before_it() -> None:
 
 
 def test_sources_are_named() -> None:
-    assert SOURCES == ("request", "session", "group", "global", "public", "sibling", "prediction", "model")
+    assert SOURCES == ("request", "session", "group", "global", "public", "sibling", "prediction", "model", "quote")
 
 
 _WITHOUT_THE_CORE = """

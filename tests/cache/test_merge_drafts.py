@@ -133,8 +133,8 @@ def test_what_was_accepted_is_counted_for_the_model() -> None:
     assert merge(cache, [50, 11, 12], [0.9] * 3, max_draft=5).lists() == [[50, 11, 12, 13, 14]]
     text = [*TURN, 99, 50, 11, 12, 7]
     result = cache.step(["r"], table_of(text), [0], [len(text)], [4], [4])
-    assert result.drafted.tolist() == [[2, 0, 0, 0, 0, 0, 0, 2]] and result.accepted.tolist() == [
-        [1, 0, 0, 0, 0, 0, 0, 2]
+    assert result.drafted.tolist() == [[2, 0, 0, 0, 0, 0, 0, 2, 0]] and result.accepted.tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 2, 0]
     ]
 
 

@@ -1,9 +1,9 @@
-"""What a request's caller expects as its response: a source of this request alone, bounded and counted."""
+"""What a response is expected to be, or may quote: sources of this request alone, bounded and counted."""
 
 import numpy as np
 import pytest
 
-from agentspec.cache import SuffixCache
+from agentspec.cache import SOURCES, SuffixCache
 from agentspec.cache.types import MAX_PREDICTION
 from agentspec.errors import InvalidInputError, InvalidTokenError
 
@@ -83,3 +83,38 @@ def test_wrong_ones_are_refused_by_name_and_change_nothing() -> None:
     with pytest.raises(InvalidTokenError, match=r"prediction\[1\]"):
         cache.start("r", PROMPT, prediction=[1, 1000])
     cache.start("r", PROMPT)
+
+
+def test_what_may_be_quoted_is_drafted_where_it_is_quoted_and_not_before() -> None:
+    cache = SuffixCache()
+    cache.start("r", PROMPT, quotable=EXPECTED)
+    cache.catch_up()
+    assert not len(cache.propose(["r"], 8)[0].token_ids), "it is not what the response begins with"
+    cache.extend("r", [7, *EXPECTED[50:54]])
+    (draft,) = cache.propose(["r"], 8)
+    count = len(draft.token_ids)
+    assert draft.source == "quote" and draft.token_ids.tolist() == EXPECTED[54 : 54 + count] and count > 2
+    step = cache.step(["r"], np.array([[*PROMPT, 7, *EXPECTED[50:56], 9]], np.int32), [0], [13], [8], [count])
+    quote, prediction = SOURCES.index("quote"), SOURCES.index("prediction")
+    assert (step.accepted[0, quote], step.drafted[0, quote], step.drafted[0, prediction]) == (2, count, 0)
+
+
+def test_it_is_kept_for_nobody_and_unused_beside_a_prediction() -> None:
+    cache = SuffixCache()
+    cache.start("r", PROMPT, tenant="t", quotable=EXPECTED)
+    cache.extend("r", [7])
+    cache.finish("r")
+    cache.start("next", [*PROMPT, *EXPECTED[:9]], tenant="t", prediction=[5, 6], quotable=EXPECTED)
+    cache.catch_up()
+    assert EXPECTED[9] not in cache.propose(["next"], 8)[0].token_ids
+    with pytest.raises(InvalidInputError, match="quotable: 16385 tokens"):
+        cache.start("long", PROMPT, quotable=[1] * (MAX_PREDICTION + 1))
+
+
+def test_the_prompt_is_indexed_before_what_may_be_quoted() -> None:
+    cache = SuffixCache()
+    prompt = np.arange(2000, dtype=np.int32)
+    cache.start("r", np.append(prompt, prompt[1000:1009]), quotable=np.arange(5000, 5000 + MAX_PREDICTION))
+    cache.catch_up(2100)
+    (draft,) = cache.propose(["r"], 8)
+    assert draft.source == "request" and draft.token_ids.tolist()[:3] == [1009, 1010, 1011]

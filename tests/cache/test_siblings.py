@@ -38,7 +38,7 @@ def test_a_step_drafts_what_a_sibling_says_in_it() -> None:
         assert step.lists()[order.index(1)] == ANSWER[1:4] and step.sources.tolist() == [5, 5, 5]
         texts[1, 5:9] = ANSWER[1:5]
         step = cache.step(["a", "b"], texts, [0, 1], [44, 9], limits, [0, 3])
-        assert step.accepted[1].tolist() == step.drafted[1].tolist() == [0, 0, 0, 0, 0, 3, 0, 0]
+        assert step.accepted[1].tolist() == step.drafted[1].tolist() == [0, 0, 0, 0, 0, 3, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

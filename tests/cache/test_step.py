@@ -50,8 +50,8 @@ def test_step_counts_what_was_accepted() -> None:
     cache.start("r", PROMPT)
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
     result = step(cache, [*PROMPT, 1, 2, 99], num_verified=4)
-    assert result.accepted.tolist() == [[2, 0, 0, 0, 0, 0, 0, 0]] and result.drafted.tolist() == [
-        [4, 0, 0, 0, 0, 0, 0, 0]
+    assert result.accepted.tolist() == [[2, 0, 0, 0, 0, 0, 0, 0, 0]] and result.drafted.tolist() == [
+        [4, 0, 0, 0, 0, 0, 0, 0, 0]
     ]
     assert result.accepted.dtype == np.int32 and result.sources.dtype == np.uint8
 
@@ -61,8 +61,8 @@ def test_step_counts_only_what_was_scheduled() -> None:
     cache.start("r", PROMPT)
     step(cache, PROMPT)
     result = step(cache, [*PROMPT, 1, 2], num_verified=1)
-    assert result.accepted.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0]] and result.drafted.tolist() == [
-        [1, 0, 0, 0, 0, 0, 0, 0]
+    assert result.accepted.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0, 0]] and result.drafted.tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0, 0]
     ]
 
 

@@ -1,5 +1,6 @@
-"""A predicted edit takes a third of the steps and changes no token."""
+"""A predicted edit, and JSON that quotes the prompt, take a third of the steps and change no token."""
 
+import json
 from typing import Any
 
 import openai
@@ -42,3 +43,22 @@ def test_a_predicted_edit_needs_a_third_of_the_steps(priced: ModelServer) -> Non
         )
         with pytest.raises(openai.BadRequestError, match=r"prediction\.content"):
             ask("long", prediction="word " * 40_000)
+
+
+def test_json_that_quotes_the_prompt_is_drafted_from_it(priced: ModelServer) -> None:
+    """The schema dictates the response, so that the small model quotes the file as a large one does in a tool call."""
+    file = make_task(FIRST_HELD_OUT_SEED).request * 3
+    numbered = "".join(f"{number:6}\t{line}\n" for number, line in enumerate(file.splitlines(), 1))
+    quoted = "\n".join(file.splitlines())
+    wanted = {"type": "json_schema", "json_schema": {"name": "edit", "schema": {"const": quoted}}}
+    with AgentClient(base_url=priced.base_url, model="demo", api_key="none", store=None) as client:
+
+        def ask(text: str, salt: str) -> Reply:
+            body = {"cache_salt": f"quote-{salt}"}  # nothing is drafted from another call
+            return client.chat(text, temperature=0, max_tokens=600, response_format=wanted, extra_body=body)
+
+        read, unread = ask(numbered, "read"), ask("Write it.", "unread")
+    assert json.loads(read.text) == json.loads(unread.text) == quoted
+    assert read.speculation is not None and unread.speculation is not None
+    assert read.speculation.accepted_by_source["quote"] > 50
+    assert read.speculation.steps < unread.speculation.steps / 2

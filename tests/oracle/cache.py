@@ -56,6 +56,7 @@ class Oracle:
         tenant_owner: str | None = None,
         parent: str | None = None,
         prediction: Sequence[int] = (),
+        quotable: Sequence[int] = (),
     ) -> None:
         names = replace(Names.of(scope, session, group, tenant, parent), owner=owner, tenant_owner=tenant_owner)
         of_tenant, of_session, of_group = self._held.entries_of(names)
@@ -78,6 +79,9 @@ class Oracle:
         if prediction:
             request.prediction.append(held[max(len(held) - self._drafter.kept_context, 0) :], findable=False)
             request.prediction.append(list(prediction))
+        elif quotable:
+            request.quotes = True
+            request.prediction.append(list(quotable))
         self._requests[request_id] = request
         if not self._free:
             self._free.append(len(self._slots))
@@ -289,8 +293,8 @@ class Oracle:
         left = self._held.work(self._held.evict_tenants(budget))
         for request_id in self._slots:
             if request_id is not None:
-                left -= self._requests[request_id].prediction.advance(left)
-                left -= self._requests[request_id].index.advance(left)
+                for index in self._requests[request_id].in_order():
+                    left -= index.advance(left)
         return budget - left
 
     def resize(self, limits: Limits) -> None:
@@ -321,9 +325,10 @@ class Oracle:
 
     def _advance(self, request: Request, budget: int) -> int:
         """Index and sweep the texts that the request drafts from. Return what is left of the budget."""
-        budget -= request.prediction.advance(budget)
-        request.index.advance(OWN_PER_STEP)
-        budget -= request.index.advance(budget)
+        for index in request.in_order():
+            if index is request.index:
+                index.advance(OWN_PER_STEP)
+            budget -= index.advance(budget)
         for entry in request.entries():
             if not entry.gone:
                 budget = work_on(entry, budget)

@@ -22,7 +22,7 @@ from tests.oracle.scoring import (
 )
 
 _TAIL = 256  # tokens of context that look-ups within a draft see
-INDEXES, SIBLING = len(SOURCES) - 1, SOURCES.index("sibling")  # sources but the draft model
+INDEXES, SIBLING = SOURCES.index("model"), SOURCES.index("sibling")  # indexes: the sources before the draft model
 _LONG_ENOUGH = 32  # tokens of a match that make searching other sources needless
 _LISTED_ENOUGH = 4  # listed occurrences that may stand for all of them
 CAUTION = 1.3  # multiplies the cost: a token that looks best of several has a somewhat overrated probability

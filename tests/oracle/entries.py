@@ -89,6 +89,7 @@ class Group:
     running: int = 0
     gone: bool = False
     loaded: bool = False  # what the store holds of it was restored
+    of_several: bool = False  # it may hold responses of several sessions: all but families without children
 
     @property
     def index(self) -> SuffixIndex:
@@ -195,6 +196,8 @@ class CacheEntries:
         key = self._group_key(names, tenant)
         group = None if key is None else self._entry(key, Group, tenant, names)
         assert group is None or isinstance(group, Group)
+        if group is not None and group.key != ("family", tenant.name, names.session):
+            group.of_several = True
         return group
 
     def _group_key(self, names: Names, tenant: Tenant) -> Key | None:
@@ -234,6 +237,8 @@ class CacheEntries:
         if group is None and session is not None and key is not None and key[0] == "family":
             group = self._group(replace(names, owner=session.owner, stored=True), tenant)
         assert group is None or isinstance(group, Group)
+        if group is not None and group.key != ("family", tenant.name, names.session):
+            group.of_several = True
         return tenant, session, group
 
     def forget_tenant(self, name: str | None) -> bool:
@@ -298,6 +303,7 @@ class CacheEntries:
         if of_tenant is None:
             return
         groups = [held for held in self.held.values() if isinstance(held, Group) and held.tenant is of_tenant]
+        groups = [held for held in groups if held.of_several or held.key[::2] == ("family", name)]
         for corpus in (of_tenant.corpus, *(group.corpus for group in groups)):
             corpus.drop_session(key)
             while corpus.dropped:
@@ -342,6 +348,9 @@ class CacheEntries:
         """Forget what was restored from the store, as saving and loading do: it may hold other turns by then."""
         for entry in (*self.held.values(), *self.tenants.values()):
             entry.loaded = False
+            if isinstance(entry, Group) and entry.key[0] == "family":
+                root = ("session", *entry.key[1:])
+                entry.of_several = any(document.session != root for document in entry.corpus.documents)
 
     def size(self, tenant: Tenant | None) -> int:
         """Return the tokens held for one tenant, or (None) altogether, as budgets count them."""

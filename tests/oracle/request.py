@@ -16,6 +16,7 @@ from tests.oracle.session import BLOCK, Context, Turn
 
 CHECKED = MAX_DRAFT + 1  # tokens at the end of a known text that a step compares with the engine's
 PUBLIC, SIBLING = SOURCES.index("public"), SOURCES.index("sibling")
+PREDICTION, QUOTE = SOURCES.index("prediction"), SOURCES.index("quote")
 ASKED_SIBLINGS = 8  # running requests of a group that one of them looks into in each step,
 ASKED_TOKENS = 1024  # and tokens of its end that it looks for, but for the present sibling
 
@@ -49,6 +50,7 @@ class Request:
     sibling: "Request | None" = None  # another running request of its group, whose text it drafts from
     next_asked: int = 0  # place among the group's running requests of the one to look into next
     prediction: SuffixIndex = field(default_factory=SuffixIndex)  # what is expected, behind the end of the prompt
+    quotes: bool = False  # whether `prediction` is what the response may quote
     state: MatchState = field(default_factory=MatchState)
     draft: Draft = field(default_factory=Draft)
 
@@ -151,7 +153,13 @@ class Request:
 
     def source_of(self, candidate: Candidate) -> int:
         """Return a candidate's source as users see it: the family of a root counts as the session."""
+        if self.quotes and candidate.source == PREDICTION:
+            return QUOTE
         return 1 if self.own_group and candidate.source == 2 else candidate.source
+
+    def in_order(self) -> list[SuffixIndex]:
+        """Return its texts in the order in which they are to be indexed."""
+        return [self.index, self.prediction] if self.quotes else [self.prediction, self.index]
 
     def entries(self) -> list[CacheEntry]:
         return [entry for entry in (self.session, self.group) if entry is not None]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
@@ -135,7 +136,7 @@ def test_it_says_nothing_to_other_callers_and_cannot_be_forged(start: Start) -> 
 def test_the_next_request_has_none_of_it(start: Start) -> None:
     _, engine = start()
     tagger: RequestTagger = engine.tagger
-    with frontend.predicting([1, 2]):
+    with frontend.drafting_from([1, 2], np.zeros(0, np.int32)):
         assert tagger.tag({}, frontend.presented())[PREDICTION_KEY] == [1, 2]
     assert PREDICTION_KEY not in tagger.tag({}, frontend.presented())
     assert PREDICTION_KEY not in tagger.tag({}, Presented(()))

@@ -3,7 +3,9 @@
 ``endpoints``         plugs the routes into vLLM's server; the engines' figures under ``/v1/agentspec``
 ``session_routes``    a caller's sessions, listed, exported, imported and erased
 ``session_texts``     texts and messages that a client gives for a session, as turns
-``predictions``       OpenAI's Predicted Outputs, as tokens that a request drafts from
+``request_bodies``    reads in a request's body what it drafts from beside its prompt:
+``predictions``       OpenAI's Predicted Outputs, and
+``quotes``            what the arguments of a tool call may quote of the prompt, spelled as JSON
 ``response_figures``  a request's figures in its response
 ``prometheus``        the engines' figures on vLLM's ``/metrics``
 

@@ -5,7 +5,8 @@
 ``GET /v1/agentspec/requests/{id}``   figures of one finished or running request, by the id in its response
 
 A request with the header ``X-Agentspec-Figures`` gets its figures in the response (``response_figures``). Chat
-completions take OpenAI's ``prediction`` (``predictions``). Figures of a request are told to its principal alone, and
+completions take OpenAI's ``prediction`` (``predictions``); what is quoted in tool calls is drafted from the prompt
+(``quotes``). Figures of a request are told to its principal alone, and
 all figures to whoever has the bearer key ``AGENTSPEC_ADMIN_KEY``.
 """
 
@@ -18,8 +19,8 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from agentspec import __version__
-from agentspec.server_ext.api.predictions import PredictionMiddleware
 from agentspec.server_ext.api.prometheus import MetricsMiddleware
+from agentspec.server_ext.api.request_bodies import BodyMiddleware
 from agentspec.server_ext.api.response_figures import FiguresMiddleware, figures_of
 from agentspec.server_ext.api.session_routes import router as session_router
 from agentspec.server_ext.settings import load_settings
@@ -58,7 +59,7 @@ class AgentSpecEndpoints:
         app.include_router(session_router)
         app.add_middleware(MetricsMiddleware)
         app.add_middleware(FiguresMiddleware)
-        app.add_middleware(PredictionMiddleware)
+        app.add_middleware(BodyMiddleware)
         app.add_middleware(CallerMiddleware)
         _ACCESS_LOGGER.addFilter(_without_session)
 

@@ -7,46 +7,14 @@ vLLM ignores the field. Here it becomes tokens, and the request, and no other, d
 ``rejected_prediction_tokens`` (``response_figures``).
 """
 
-import asyncio
 import json
 from typing import Any
-
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentspec.cache.types import MAX_PREDICTION
 from agentspec.errors import InvalidInputError
 from agentspec.server_ext.api.session_texts import encode_text
-from agentspec.server_ext.vllm_adapter.frontend import engine_of, path_of, predicting, tokenizer_of
 
-_PATH = "/v1/chat/completions"
-_FIELD = b'"prediction"'  # text inside of a JSON string has backslashes before the quotes
 _LONGEST_TOKEN = 64  # characters that a token has at most, on average over a text that fits
-
-
-class PredictionMiddleware:
-    """Read the predictions of chat completions. An unusable one leads to 400, as with OpenAI."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request. One without a prediction passes unchanged."""
-        engine = engine_of(scope["app"]) if scope["type"] == "http" and path_of(scope) == _PATH else None
-        if engine is None:
-            await self._app(scope, receive, send)
-            return
-        body, replayed = await _read(receive)
-        tokens: list[int] = []
-        if _FIELD in body and (tokenizer := tokenizer_of(engine)) is not None:  # without one vLLM answers no chats
-            try:
-                tokens = await asyncio.to_thread(read_prediction, body, tokenizer)
-            except InvalidInputError as error:
-                what = {"message": str(error), "type": "BadRequestError", "param": "prediction", "code": 400}
-                await JSONResponse({"error": what}, status_code=400)(scope, replayed, send)
-                return
-        with predicting(tokens):
-            await self._app(scope, replayed, send)
 
 
 def read_prediction(body: bytes, tokenizer: Any) -> list[int]:
@@ -78,18 +46,3 @@ def _text_of(prediction: Any) -> str:
     if not isinstance(content, str) or prediction.get("type", "content") != "content":
         raise InvalidInputError('prediction: give {"type": "content", "content": a text, or text parts}')
     return content
-
-
-async def _read(receive: Receive) -> tuple[bytes, Receive]:
-    """Return a request's body, and what lets the app receive it again."""
-    messages: list[Message] = []
-    while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False)):
-        messages.append(await receive())
-    body = b"".join(message.get("body", b"") for message in messages)
-    again = iter(messages)
-
-    async def replayed() -> Message:
-        message = next(again, None)
-        return await receive() if message is None else message
-
-    return body, replayed

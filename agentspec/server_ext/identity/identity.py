@@ -38,12 +38,14 @@ DETAIL_KEY = "agentspec_detailed"
 """Key in ``extra_args`` of a request that asked for the sources of its tokens."""
 PREDICTION_KEY = "agentspec_prediction"
 """Key in ``extra_args`` of the tokens that a request expects as its response (``predictions``)."""
+QUOTABLE_KEY = "agentspec_quotable"
+"""Key in ``extra_args`` of the tokens that a response may quote (``quotes``), as the bytes of an int32 array."""
 CALL_KEY = "agentspec_call"
 """Key in ``extra_args`` of what tells a request's API call from others with the same id (`Presented.call`)."""
 FIGURES_HEADER = "x-agentspec-figures"
 """Header that asks for figures in the response: summary, or detailed, with the sources of the tokens."""
 
-_OUR_KEYS = (IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, CALL_KEY)  # which callers cannot set
+_OUR_KEYS = (IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, CALL_KEY)  # which callers cannot set
 _ALL_CALLERS = "all callers"
 _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
 
@@ -119,6 +121,8 @@ class RequestTagger:
             tagged[CALL_KEY] = presented.call
         if presented is not None and presented.prediction:
             tagged[PREDICTION_KEY] = list(presented.prediction)
+        if presented is not None and presented.quotable:
+            tagged[QUOTABLE_KEY] = presented.quotable
         if presented is not None and presented.all(FIGURES_HEADER)[:1] == ["detailed"]:
             tagged[DETAIL_KEY] = True
         if session_id is not None:

@@ -54,6 +54,7 @@ class CachedRequests:
                 owner=identity.owner,
                 tenant_owner=identity.tenant_owner,
                 prediction=new.prediction,
+                quotable=new.quotable,
                 parent=identity.parent_session,
             )
             if identity.session is not None and state.identity.session is None:  # another thread has just erased it

@@ -18,6 +18,7 @@ from agentspec.server_ext.identity.callers import Callers, Presented, shows_admi
 from agentspec.server_ext.identity.server_secrets import check_secrets, server_secret
 from agentspec.server_ext.persistence.model_key import adapter_key
 from agentspec.server_ext.settings import load_settings
+from agentspec.server_ext.step import Int32
 from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 
 logger = logging.getLogger("vllm.agentspec")
@@ -116,9 +117,10 @@ def presented() -> Presented | None:
 
 
 @contextmanager
-def predicting(tokens: Sequence[int]) -> Iterator[None]:
-    """Tell which tokens the request that the block handles expects as its response."""
-    before = _presented.set(replace(_presented.get() or Presented(()), prediction=tuple(tokens)))
+def drafting_from(prediction: Sequence[int], quotable: Int32) -> Iterator[None]:
+    """Tell which tokens the request that the block handles expects as its response, and which that may quote."""
+    told = replace(_presented.get() or Presented(()), prediction=tuple(prediction), quotable=quotable.tobytes())
+    before = _presented.set(told)
     try:
         yield
     finally:

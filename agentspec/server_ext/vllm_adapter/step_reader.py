@@ -13,7 +13,7 @@ import numpy as np
 
 from agentspec.cache.arguments import MAX_VOCAB
 from agentspec.cache.policy import MAX_DRAFT
-from agentspec.server_ext.identity import CALL_KEY, DETAIL_KEY, PREDICTION_KEY, identify
+from agentspec.server_ext.identity import CALL_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, identify
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Repetition, Step
 from agentspec.server_ext.vllm_adapter.frontend import api_request_id
 
@@ -223,6 +223,7 @@ class StepReader:
             call=str(extra.get(CALL_KEY, "")),
             detailed=bool(extra.get(DETAIL_KEY)),
             prediction=extra.get(PREDICTION_KEY, ()),
+            quotable=np.frombuffer(extra.get(QUOTABLE_KEY, b""), np.int32),
             repetition=repetition_of(params),
         )
 

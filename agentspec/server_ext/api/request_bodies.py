@@ -1,0 +1,76 @@
+"""Read in a request's body what it drafts from beside its prompt: a prediction, and what its tool calls may quote."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentspec.errors import InvalidInputError
+from agentspec.server_ext.api.predictions import read_prediction
+from agentspec.server_ext.api.quotes import Quotes
+from agentspec.server_ext.settings import load_settings
+from agentspec.server_ext.step import Int32
+from agentspec.server_ext.vllm_adapter.frontend import drafting_from, engine_of, path_of, tokenizer_of
+
+_CHAT = "/v1/chat/completions"
+_QUOTING = (_CHAT, "/v1/responses", "/v1/messages")
+_PREDICTION = b'"prediction"'  # text inside of a JSON string has backslashes before the quotes
+_QUOTES = (b'"tools"', b'"response_format"')
+_NOTHING: tuple[Sequence[int], Int32] = ((), np.zeros(0, np.int32))
+
+
+class BodyMiddleware:
+    """Read the bodies of chats. One with an unusable prediction leads to 400, as with OpenAI."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._quotes: Quotes | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request. One without a prediction and without tools passes unchanged."""
+        engine = engine_of(scope["app"]) if scope["type"] == "http" and path_of(scope) in _QUOTING else None
+        if engine is None:
+            await self._app(scope, receive, send)
+            return
+        body, replayed = await _read(receive)
+        predicts = _PREDICTION in body and path_of(scope) == _CHAT
+        given = _NOTHING
+        if predicts or any(field in body for field in _QUOTES):
+            try:
+                given = await asyncio.to_thread(self._drafts_from, engine, body, predicts)
+            except InvalidInputError as error:
+                what = {"message": str(error), "type": "BadRequestError", "param": "prediction", "code": 400}
+                await JSONResponse({"error": what}, status_code=400)(scope, replayed, send)
+                return
+        with drafting_from(*given):
+            await self._app(scope, replayed, send)
+
+    def _drafts_from(self, engine: Any, body: bytes, predicts: bool) -> tuple[Sequence[int], Int32]:
+        """Return the tokens of the prediction in a body, and of what the response may quote; only one of them."""
+        tokenizer = tokenizer_of(engine)
+        if tokenizer is None:  # vLLM answers no chats then
+            return _NOTHING
+        if predicts and (prediction := read_prediction(body, tokenizer)):
+            return prediction, _NOTHING[1]
+        if self._quotes is None:
+            settings = load_settings(engine.vllm_config.additional_config)
+            self._quotes = Quotes(tokenizer, settings.quote_tokens if settings.enabled else 0)
+        return (), self._quotes.read(body)
+
+
+async def _read(receive: Receive) -> tuple[bytes, Receive]:
+    """Return a request's body, and what lets the app receive it again."""
+    messages: list[Message] = []
+    while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False)):
+        messages.append(await receive())
+    body = b"".join(message.get("body", b"") for message in messages)
+    again = iter(messages)
+
+    async def replayed() -> Message:
+        message = next(again, None)
+        return await receive() if message is None else message
+
+    return body, replayed

@@ -1,0 +1,195 @@
+"""Replay the commits of git repositories as edits by a model, and draft what its tool calls quote from the prompt.
+
+    python benchmarks/edits.py --repo DIR --repo DIR --tokenizer FILE_OR_MODEL [--calls 350] [--traces OUT] [--json]
+
+A call's prompt is a file before a commit, and the commit's subject. Its response is the edit: the arguments of
+`str_replace` calls as JSON (edit_json), a unified diff (edit_diff), or the whole file (edit_whole). A session is a
+file. Each is replayed with agentspec's defaults, at a given price, with and without what the server adds for requests
+with tools (`quote_tokens`). `--traces` writes the calls for `drafting.py --limits defaults`, which counts the other
+drafters.
+"""
+
+import argparse
+import base64
+import difflib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from trace_files import Tokens
+
+from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache.types import MAX_PREDICTION
+from agentspec.server_ext.api.quotes import Quotes
+from agentspec.simulate import Call, simulate
+
+COSTS = (0.01, 0.03)
+ENDINGS = (".py", ".md", ".rst", ".toml", ".cfg")
+LONGEST, LONGEST_WHOLE = 30_000, 12_000  # characters of a file
+COMMITS = 700  # newest ones that are looked at
+END = 2
+LINE = (
+    "{workload:10} price {price:<5} quotes {quotes!s:5} {tokens:8,} tokens in {steps:7,} steps "
+    "({tokens_per_step:.3f}), throughput {throughput:.3f}"
+)
+
+Edit = tuple[str, str, str]
+"""Session, prompt and response."""
+
+
+class QuotingCache(SuffixCache):
+    """A cache whose requests may quote what they are told before they start."""
+
+    quotable: Any = ()
+
+    def start(self, request_id: str, prompt: Any, **names: Any) -> None:
+        super().start(request_id, prompt, quotable=self.quotable, **names)
+
+
+class Tekken:
+    """Mistral's tokenizer, from the file that mistral_common has."""
+
+    def __init__(self, file: Path) -> None:
+        import tiktoken
+
+        read = json.loads(file.read_text(encoding="utf-8"))
+        self._special = read["config"]["default_num_special_tokens"]
+        tokens = read["vocab"][: read["config"]["default_vocab_size"] - self._special]
+        ranks = {base64.b64decode(token["token_bytes"]): token["rank"] for token in tokens}
+        pattern = read["config"]["pattern"]
+        self._encoding = tiktoken.Encoding("tekken", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [token + self._special for token in self._encoding.encode_ordinary(text)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repo", type=Path, action="append", required=True, metavar="DIR", help="a git repository")
+    parser.add_argument("--tokenizer", required=True, help="transformers' folder or hub id, or a tekken….json")
+    parser.add_argument("--calls", type=int, default=350, help="of each repository (%(default)s)")
+    parser.add_argument("--traces", type=Path, metavar="OUT", help="write the calls into this folder")
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    options = parser.parse_args(arguments)
+    tokenizer = open_tokenizer(options.tokenizer)
+    edits: dict[str, list[Edit]] = {"edit_json": [], "edit_diff": [], "edit_whole": []}
+    for repo in options.repo:
+        for count, (name, before, after, subject) in enumerate(changes(repo)):
+            if count == options.calls:
+                break
+            for kind, response in responses(name, before, after):
+                prompt = f"File {name}:\n```\n{before}```\n{subject}\n"
+                edits[kind].append((f"{repo.name}/{name}", prompt, response))
+    rows = []
+    for kind, of_kind in edits.items():
+        calls = [call_of(number, edit, tokenizer) for number, edit in enumerate(of_kind, 1)]
+        if options.traces:
+            write(options.traces, kind, calls)
+        for cost in COSTS:
+            for quoting in (False, True):
+                rows.append(replay(kind, of_kind, calls, cost, Quotes(tokenizer, MAX_PREDICTION) if quoting else None))
+                if not options.json:
+                    print(LINE.format(**rows[-1]), flush=True)
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    return 0
+
+
+def open_tokenizer(name: str) -> Any:
+    """Return the tokenizer of a file of Mistral's, a folder, or a model on the hub."""
+    if name.endswith(".json"):
+        return Tekken(Path(name))
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+def changes(repo: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each file that a commit changed: its name, its text before and after, the commit's subject."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(repo), *words], capture_output=True, text=True, errors="replace")
+        return done.stdout
+
+    log = git("log", "--no-merges", "--reverse", "--pretty=%H%x09%s", f"-n{COMMITS}")
+    for commit, subject in (line.split("\t", 1) for line in log.splitlines()):
+        for line in git("diff-tree", "--no-commit-id", "-r", "--name-status", commit).splitlines():
+            what, name = line.split("\t", 1)
+            if what == "M" and name.endswith(ENDINGS):
+                before, after = git("show", f"{commit}^:{name}"), git("show", f"{commit}:{name}")
+                if before and after and before != after and len(before) <= LONGEST:
+                    yield name, before, after, subject
+
+
+def responses(name: str, before: str, after: str) -> Iterator[tuple[str, str]]:
+    """Yield an edit in each form."""
+    old, new = before.splitlines(True), after.splitlines(True)
+    calls = []
+    for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(2):
+        (_, a, _, c, _), (_, _, b, _, d) = group[0], group[-1]
+        asked = {"path": name, "old_string": "".join(old[a:b]), "new_string": "".join(new[c:d])}
+        calls.append({"name": "str_replace", "arguments": asked})
+    yield "edit_json", "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    yield "edit_diff", f"```diff\n{''.join(difflib.unified_diff(old, new, f'a/{name}', f'b/{name}'))}```"
+    if len(after) <= LONGEST_WHOLE:
+        yield "edit_whole", f"```\n{after}```"
+
+
+def call_of(number: int, edit: Edit, tokenizer: Any) -> Call:
+    """Return an edit as a call of the simulation."""
+    session, *texts = edit
+    prompt, response = (np.array(tokenizer.encode(text, add_special_tokens=False), np.int32) for text in texts)
+    return Call(line=number, session=session, turn=0, group=None, tenant=None, prompt=prompt, response=ended(response))
+
+
+def ended(response: Tokens) -> Tokens:
+    """Return a response with the token that ends it."""
+    return np.append(response, np.int32(END))
+
+
+def replay(
+    kind: str, edits: Sequence[Edit], calls: Sequence[Call], cost: float, quotes: Quotes | None
+) -> dict[str, Any]:
+    """Replay the calls. quotes: reads what they may quote, as the server does with tools; None: nothing."""
+    cache = QuotingCache(policy=DraftPolicy(cost=cost))
+
+    def asked() -> Iterator[Call]:
+        for (_, prompt, _), call in zip(edits, calls, strict=True):
+            if quotes is not None:
+                body = {"messages": [{"role": "tool", "content": prompt}], "tools": [{"type": "function"}]}
+                cache.quotable = quotes.read(json.dumps(body).encode())
+            yield call
+
+    figures = simulate(asked(), cache)
+    throughput = figures.tokens / (figures.steps + cost * figures.drafted)
+    return {
+        "workload": kind,
+        "price": cost,
+        "quotes": quotes is not None,
+        "tokens": figures.tokens,
+        "steps": figures.steps,
+        "tokens_per_step": round(figures.tokens_per_step, 4),
+        "throughput": round(throughput, 4),
+    }
+
+
+def write(folder: Path, kind: str, calls: Sequence[Call]) -> None:
+    """Write calls for `drafting.py`: NAME.tok.npz, and the load.py that reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(__file__).with_name("load_edits.py"), folder / "load.py")
+    sessions = {session: number for number, session in enumerate(dict.fromkeys(call.session for call in calls))}
+    parts = {name: [getattr(call, name) for call in calls] for name in ("prompt", "response")}
+    arrays: dict[str, Any] = {f"{name}_ends": np.cumsum([len(part) for part in each]) for name, each in parts.items()}
+    arrays["session"] = [sessions[call.session] for call in calls]
+    arrays |= {name: np.concatenate(each) for name, each in parts.items()}
+    np.savez_compressed(folder / f"{kind}.tok.npz", **arrays)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
