@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from agentspec.client.agents_session import AgentsSession
 from agentspec.client.base import ClientBase, SessionBase, StreamItem
+from agentspec.client.connection import connect
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, Turn
 from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
@@ -28,7 +29,6 @@ from agentspec.client.request import (
     Call,
     ResponseFormat,
     Speculating,
-    connection_options,
     has_no_such_session,
     incomplete_error,
     is_erased,
@@ -68,7 +68,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         tokenizer: str | Tokenize | None = None,
         **options: Unpack[AsyncClientOptions],
     ) -> None:
-        connection = openai.AsyncOpenAI(**connection_options(base_url, api_key, options))
+        connection = connect(openai.AsyncOpenAI, base_url, api_key, options)
         self._threads = StoreThreads()
         super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
         self._probe_lock = asyncio.Lock()

@@ -48,10 +48,6 @@ class ClientBase(Generic[OpenAIT]):
         from agentspec.client.forecast import Forecaster  # imported here: it loads numpy
 
         self._openai: OpenAIT = connection
-        if connection.base_url.scheme not in ("http", "https") or not connection.base_url.host:
-            raise ConfigurationError(
-                f"base_url: an address such as http://localhost:8000/v1 is needed, not {str(connection.base_url)!r}"
-            )
         check_timeout(connection.timeout)
         if record is not None and speculation:
             speculation = "detailed"

@@ -13,6 +13,7 @@ import openai
 from typing_extensions import Unpack
 
 from agentspec.client.base import ClientBase, SessionBase, StreamItem
+from agentspec.client.connection import connect
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable
 from agentspec.client.loops import Loops
 from agentspec.client.messages import Content
@@ -27,7 +28,6 @@ from agentspec.client.request import (
     ClientOptions,
     ResponseFormat,
     Speculating,
-    connection_options,
     has_no_such_session,
     incomplete_error,
     is_erased,
@@ -79,7 +79,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
         tokenizer: str | Tokenize | None = None,
         **options: Unpack[ClientOptions],
     ) -> None:
-        connection = openai.OpenAI(**connection_options(base_url, api_key, options))
+        connection = connect(openai.OpenAI, base_url, api_key, options)
         super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
         self._probe_lock = threading.Lock()
 

@@ -5,12 +5,11 @@ This module does no I/O.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, get_args
 
 import openai
 
@@ -78,19 +77,6 @@ class AsyncClientOptions(ConnectionOptions, total=False):
     http_client: openai.DefaultAsyncHttpxClient | None
 
 
-def connection_options(base_url: str | None, api_key: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the OpenAI client, which replaces None by its environment variables.
-
-    With a base_url but no key the result has a placeholder key, because the OpenAI client insists on one. Raises
-    InvalidInputError for a wrong number of retries.
-    """
-    check_retries(options.get("max_retries"))
-    own_server = base_url is not None or bool(os.environ.get("OPENAI_BASE_URL"))
-    if api_key is None and own_server and not os.environ.get("OPENAI_API_KEY"):
-        api_key = "EMPTY"
-    return {**options, "base_url": base_url, "api_key": api_key}
-
-
 class Call:
     """Hold one chat call. Raises InvalidInputError for messages or options that cannot be sent.
 
@@ -110,10 +96,10 @@ class Call:
         self.group = conversation.group
         self.parent = conversation.parent
         for name in ("extra_body", "extra_headers", "extra_query"):
-            _check_mapping(name, options.get(name))
-        _check_headers(options.get("extra_headers") or {})
+            check_mapping(name, options.get(name))
+        check_headers("extra_headers", options.get("extra_headers") or {})
         body: Mapping[str, Any] = options.get("extra_body") or {}
-        _check_mapping("extra_body: vllm_xargs", body.get("vllm_xargs"))
+        check_mapping("extra_body: vllm_xargs", body.get("vllm_xargs"))
         check_response_format(response_format)
         check_timeout(options.get("timeout"))
         check_retries(options.get("max_retries"))
@@ -306,36 +292,44 @@ def check_timeout(timeout: object) -> None:
     else:
         parts = timeout if isinstance(timeout, tuple) and timeout else (timeout,)  # HTTPX's form of one
     longest = threading.TIMEOUT_MAX
-    if not all(part is None or (isinstance(part, int | float) and 0 < part <= longest) for part in parts):
+    if not all(part is None or (_is_number(part) and 0 < part <= longest) for part in parts):
         raise InvalidInputError(
             "timeout: a positive number of seconds or an openai.Timeout is needed, not"
             f" {shown(timeout)}; None is no limit"
         )
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_retries(retries: object) -> None:
     """Raise InvalidInputError, which names the option, for retries with which the OpenAI client would fail."""
     given = retries is not None and not isinstance(retries, openai.NotGiven | openai.Omit)
-    if given and (not isinstance(retries, int) or retries < 0):
+    if given and (not isinstance(retries, int) or isinstance(retries, bool) or retries < 0):
         raise InvalidInputError(f"max_retries: a whole number, 0 at least, is needed, not {shown(retries)}")
 
 
-def _check_headers(headers: Mapping[object, object]) -> None:
-    """Raise InvalidInputError, which names the header, for headers that the HTTP client would refuse."""
+def check_headers(option: str, headers: Mapping[object, object]) -> None:
+    """Raise InvalidInputError, which names option and header, for headers that the HTTP client would refuse."""
     for name, value in headers.items():
         if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
-            raise InvalidInputError(f"extra_headers: {shown(name)}: a name of letters, digits and - is needed")
-        if isinstance(value, openai.Omit):
-            continue
-        text = value.decode("latin-1") if isinstance(value, bytes) else value
-        if not isinstance(text, str) or not _HEADER_VALUE.fullmatch(text):
-            raise InvalidInputError(
-                f"extra_headers: {name}: a text of ASCII characters is needed, without line breaks and without spaces"
-                " around it; urllib.parse.quote() makes one of any other text"  # the value may be a key
-            )
+            raise InvalidInputError(f"{option}: {shown(name)}: a name of letters, digits and - is needed")
+        if not isinstance(value, openai.Omit):
+            text = value.decode("latin-1") if isinstance(value, bytes) else value
+            check_header_value(f"{option}: {name}", text, "urllib.parse.quote() makes one of any other text")
 
 
-def _check_mapping(name: str, given: object) -> None:
+def check_header_value(name: str, value: object, remedy: str = "strip() what was read from a file") -> None:
+    """Raise InvalidInputError, which names the option, for what no header can carry. The value may be a key."""
+    if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
+        raise InvalidInputError(
+            f"{name}: a text of ASCII characters is needed, without line breaks and without spaces around it; {remedy}"
+        )
+
+
+def check_mapping(name: str, given: object) -> None:
+    """Raise InvalidInputError, which names the option, unless it is a dict or None."""
     if given is not None and not isinstance(given, Mapping):
         raise InvalidInputError(f"{name}: a dict is needed, not {shown(given)}")
 

@@ -48,6 +48,9 @@ def session(server: FakeServer) -> Session:
         ("base_url", "localhost:8000"),
         ("base_url", "127.0.0.1:8000/v1"),
         ("base_url", "http://"),
+        ("base_url", "http://localhost:port/v1"),
+        ("base_url", "http://localhost:8000/v1\n"),
+        ("base_url", ""),
     ],
 )
 def test_an_option_that_cannot_work_is_named(field: str, value: Any) -> None:
@@ -55,9 +58,44 @@ def test_an_option_that_cannot_work_is_named(field: str, value: Any) -> None:
         AgentClient(**{"base_url": "http://localhost:8000/v1", "model": "small", field: value})
 
 
+@pytest.mark.parametrize("client", [AgentClient, AsyncAgentClient])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("api_key", "sk-secret\n"),
+        ("api_key", "sk-secret…"),
+        ("api_key", b"sk-secret"),
+        ("organization", "sk-secret\n"),
+        ("default_headers", {"Authorization": "Bearer sk-secret\n"}),
+        ("default_headers", {"X-Key": None}),
+        ("default_headers", ["X-Key"]),
+        ("default_query", ["key"]),
+        ("base_url", "htp://user:sk-secret@localhost:8000/v1"),
+        ("base_url", "http://user:sk-secret/1@localhost:x/v1?key=sk-secret"),
+    ],
+)
+def test_what_no_request_can_carry_is_named_without_the_key(client: Any, option: str, value: Any) -> None:
+    options = {"base_url": "http://localhost:8000/v1", "model": "small", "store": None, option: value}
+    with pytest.raises((ConfigurationError, InvalidInputError), match=f"^{option}: ") as raised:
+        client(**options)
+    assert "secret" not in str(raised.getrepr(style="value"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OPENAI_API_KEY", "sk-secret\n"), ("OPENAI_BASE_URL", ""), ("SSL_CERT_FILE", "no-such-file.pem")],
+)
+def test_a_variable_that_cannot_work_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    address = None if variable == "OPENAI_BASE_URL" else "http://localhost:8000/v1"
+    with pytest.raises((ConfigurationError, InvalidInputError), match=f"^{variable}") as raised:
+        AgentClient(base_url=address, model="small", store=None)
+    assert "secret" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "value",
-    ["5", -1, 0, math.inf, math.nan, 1e300, [], {}, b"1", openai.Timeout(math.inf), openai.Timeout(-1.0), (1, 0)],
+    ["5", -1, 0, True, math.inf, math.nan, 1e300, [], {}, b"1", openai.Timeout(math.inf), openai.Timeout(-1.0), (1, 0)],
 )
 def test_a_timeout_that_cannot_work_is_named(session: Session, value: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"^timeout: a positive number"):
@@ -68,7 +106,7 @@ def test_a_timeout_that_cannot_work_is_named(session: Session, value: Any) -> No
 
 @pytest.mark.parametrize("client", [AgentClient, AsyncAgentClient])
 def test_retries_that_cannot_work_are_named(client: Any) -> None:
-    for value in (-1, 1.5, "2"):
+    for value in (-1, 1.5, "2", True):
         with pytest.raises(InvalidInputError, match=r"^max_retries: a whole number"):
             client(base_url="http://localhost:8000/v1", model="small", store=None, max_retries=value)
 

@@ -1,0 +1,73 @@
+"""Make the OpenAI client of an agent's client. Options that cannot work are refused by name, and no error quotes a key.
+
+The HTTP client would refuse them at the first call, as "Connection error", with the key in the traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from agentspec.client.request import check_header_value, check_headers, check_mapping, check_retries
+from agentspec.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+def connect(make: Callable[..., T], base_url: str | None, api_key: str | None, options: Mapping[str, Any]) -> T:
+    """Return an OpenAI client, which replaces None by its environment variables.
+
+    make: openai.OpenAI or openai.AsyncOpenAI. With a base_url but no key it gets a placeholder key, because it insists
+    on one. Raises ConfigurationError or InvalidInputError, which name the option or variable that cannot work.
+    """
+    check_retries(options.get("max_retries"))
+    for name in ("default_headers", "default_query"):
+        check_mapping(name, options.get(name))
+    check_headers("default_headers", options.get("default_headers") or {})
+    address, name = _given("base_url", base_url, "OPENAI_BASE_URL")
+    if address is not None:
+        check_address(name, address)
+    for option, variable in (("organization", "OPENAI_ORG_ID"), ("project", "OPENAI_PROJECT_ID")):
+        value, name = _given(option, options.get(option), variable)
+        if value:
+            check_header_value(name, value)
+    key, name = _given("api_key", api_key, "OPENAI_API_KEY")
+    if key and not callable(key):
+        check_header_value(name, key)
+    if api_key is None and not key and address is not None:
+        api_key = "EMPTY"
+    try:
+        return make(**{**options, "base_url": base_url, "api_key": api_key})
+    except OSError as error:  # HTTPX reads the authorities' certificates
+        named = {name: os.environ[name] for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(name)}
+        if not named:
+            raise
+        shown = ", ".join(f"{name}={value}" for name, value in named.items())
+        raise ConfigurationError(f"{shown}: no certificates can be read there ({error}); name a PEM file") from error
+
+
+def check_address(name: str, given: object) -> None:
+    """Raise ConfigurationError, which names the option, unless it is the address of an HTTP server."""
+    text = str(given)
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # its port is no number, or its IPv6 address none
+        usable = False
+    if not usable or isinstance(given, bytes) or not text.isprintable() or " " in text:
+        raise ConfigurationError(
+            f"{name}: an address such as http://localhost:8000/v1 is needed, not {_without_secrets(text)!r}"
+        )
+
+
+def _given(name: str, option: object, variable: str) -> tuple[Any, str]:
+    """Return what an option or, without it, its variable says, and the name of either."""
+    return (os.environ.get(variable), variable) if option is None else (option, name)
+
+
+def _without_secrets(address: str) -> str:
+    """Return an address without user, password and query, which may hold a key."""
+    return re.sub(r"^([\w+.-]*://)?.*@", r"\1***@", address.partition("?")[0], flags=re.DOTALL)
