@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ def _by_source(value: Any) -> dict[str, int]:
 class Reply(Generic[ParsedT]):
     """Hold the model's answer to one call.
 
-    text: the answer's text; "" if it has none (tool calls, a refusal).
+    text: the answer's text; "" if it has none (tool calls, a refusal). If a server sends parts, it is their texts.
     message: the answer as a message of the history, ready for the next request.
     tool_calls: the OpenAI client's objects (`call.id`, `call.function.name`, ...).
     parsed: an instance of the `response_format` model that was passed, else None.
@@ -170,12 +171,13 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
         if not getattr(call, "id", None):  # some servers send none; the tool's answer needs one
             call.id = f"call-{uuid.uuid4().hex}"
     parsed = getattr(message, "parsed", None)  # a streamed message has none
-    if parsed is None and model_class is not None and message.content and not (message.refusal or message.tool_calls):
+    text = content_text(message.content)
+    if parsed is None and model_class is not None and text and not (message.refusal or message.tool_calls):
         if choice.finish_reason == "length":
             raise openai.LengthFinishReasonError(completion=raw)
-        parsed = pydantic.TypeAdapter(model_class).validate_json(message.content)
+        parsed = pydantic.TypeAdapter(model_class).validate_json(text)
     return Reply(
-        text=encodable(message.content or ""),
+        text=encodable(text),
         message=assistant_message(message),
         finish_reason=choice.finish_reason,
         tool_calls=tuple(message.tool_calls or ()),
@@ -187,6 +189,41 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
     )
 
 
+def content_text(content: object) -> str:
+    """Return the text of a content: of its text parts if a server sends parts, as Mistral's API does with reasoning."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if isinstance(_held(part, "text"), str))
+    return content if isinstance(content, str) else ""
+
+
+def _joined_content(pieces: Sequence[Any]) -> Any:
+    """Return the content of a streamed message: a text, or parts where a piece has parts; None without any."""
+    if all(isinstance(piece, str) for piece in pieces):
+        return "".join(pieces) if pieces else None
+    parts = [[{"type": "text", "text": piece}] if isinstance(piece, str) else piece for piece in pieces]
+    return _joined_parts(list(itertools.chain.from_iterable(part for part in parts if isinstance(part, list))))
+
+
+def _joined_parts(parts: list[Any]) -> list[Any]:
+    """Return parts with neighbours of one type as one part, in the form {"type": "text", "text": …}."""
+    joined: list[Any] = []
+    for kind, group in itertools.groupby(parts, lambda part: part.get("type") if isinstance(part, dict) else None):
+        pieces = list(group)
+        values = [_held(piece, kind) for piece in pieces]
+        if all(isinstance(value, str) for value in values):
+            joined.append({"type": kind, kind: "".join(values)})
+        elif all(isinstance(value, list) for value in values):
+            joined.append({"type": kind, kind: _joined_parts(list(itertools.chain.from_iterable(values)))})
+        else:
+            joined += pieces
+    return joined
+
+
+def _held(part: Any, kind: Any) -> Any:
+    """Return what a part of this type holds; None if it is of another form."""
+    return part[kind] if isinstance(part, dict) and part.keys() == {"type", kind} and part["type"] == kind else None
+
+
 class StreamedAnswer:
     """Assemble the chunks of a stream into a completion, with the first choice only.
 
@@ -196,7 +233,8 @@ class StreamedAnswer:
 
     def __init__(self) -> None:
         self._first: ChatCompletionChunk | None = None
-        self._texts: dict[str, list[str]] = {}  # "content", "refusal" and fields that some servers add, "reasoning" say
+        self._contents: list[Any] = []  # texts; from some servers lists of parts
+        self._texts: dict[str, list[str]] = {}  # "refusal" and fields that some servers add, "reasoning" say
         self._logprobs: dict[str, list[Any]] = {}
         self._tool_calls: list[dict[str, Any]] = []
         self._call_at: dict[int, dict[str, Any]] = {}  # the one that chunks of an index go on with
@@ -215,11 +253,13 @@ class StreamedAnswer:
         self._usage = chunk.usage or self._usage
         self._figures = (chunk.model_extra or {}).get(FIGURES) or self._figures
         added = ""
-        for choice in chunk.choices or ():  # some servers send null
-            if choice.index == 0 and choice.delta is not None:
-                added += choice.delta.content or ""
+        for choice in chunk.choices or ():  # some servers send null, and leave out the number of an only choice
+            if choice is None or choice.index:
+                continue
+            self._finish_reason = choice.finish_reason or self._finish_reason
+            if choice.delta is not None:
+                added += content_text(choice.delta.content)
                 self._token_ids += (choice.model_extra or {}).get("token_ids") or ()
-                self._finish_reason = choice.finish_reason or self._finish_reason
                 self._add_delta(choice.delta)
                 for name in ("content", "refusal"):
                     if found := getattr(choice.logprobs, name, None):
@@ -227,7 +267,9 @@ class StreamedAnswer:
         return added
 
     def _add_delta(self, delta: Any) -> None:
-        for name, text in (("content", delta.content), ("refusal", delta.refusal), *(delta.model_extra or {}).items()):
+        if delta.content is not None:
+            self._contents.append(delta.content)
+        for name, text in (("refusal", delta.refusal), *(delta.model_extra or {}).items()):
             if isinstance(text, str):
                 self._texts.setdefault(name, []).append(text)
         if delta.function_call is not None:
@@ -240,16 +282,22 @@ class StreamedAnswer:
             call["id"] = part.id or call["id"]
             if part.function is not None:
                 call["name"] = part.function.name or call["name"]
-                call["arguments"].append(part.function.arguments or "")
+                given = part.function.arguments or ""  # from some servers an object
+                call["arguments"].append(given if isinstance(given, str) else json.dumps(given))
 
     def completion(self) -> ChatCompletion:
         """Return the completion. Raises AgentSpecError if the stream ended too early."""
-        if self._first is None or self._finish_reason is None:
+        if self._first is None:
+            raise AgentSpecError(
+                "the server's answer is no stream of a chat completion, or ended before it began: try the call again,"
+                " or give the address of an OpenAI-compatible API as base_url, such as http://localhost:8000/v1"
+            )
+        if self._finish_reason is None:
             raise AgentSpecError("the server ended the stream before the answer was complete; try the call again")
         texts = {name: "".join(parts) for name, parts in self._texts.items()}
         message: dict[str, Any] = {
-            "content": None,
             **texts,
+            "content": _joined_content(self._contents),
             "role": "assistant",
             "refusal": texts.get("refusal") or None,
         }
@@ -260,7 +308,7 @@ class StreamedAnswer:
                     "type": "function",
                     "function": {"name": call["name"], "arguments": "".join(call["arguments"])},
                 }
-                for call in sorted(self._tool_calls, key=lambda call: call["index"])
+                for call in sorted(self._tool_calls, key=lambda call: call["index"] or 0)
             ]
         if self._function_call:
             message["function_call"] = {
@@ -276,7 +324,7 @@ class StreamedAnswer:
         if self._token_ids:
             choice["token_ids"] = self._token_ids
         fields: dict[str, Any] = {
-            **self._first.to_dict(),
+            **self._first.to_dict(warnings=False),  # of parts where OpenAI's API has a text
             "object": "chat.completion",
             "choices": [choice],
             "usage": self._usage.to_dict() if self._usage else None,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import pydantic
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from agentspec import AgentClient, AgentSpecError, Budget
-from agentspec.client.reply import StreamedAnswer
+from agentspec.client.reply import StreamedAnswer, read_reply
 
 from .fake_server import FakeServer
 
@@ -104,15 +106,80 @@ def test_content_in_parts_and_arguments_as_an_object_stay_as_they_are(
     assert client.chat("one").message == {"role": "assistant", "content": parts}
 
 
+THINKING = [
+    {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+    {"type": "text", "text": '{"a": 1}'},
+]
+
+
+class Answer(pydantic.BaseModel):
+    a: int
+
+
+def test_the_text_of_content_in_parts_is_that_of_its_text_parts(client: AgentClient, plain_server: FakeServer) -> None:
+    plain_server.answers = [{"content": THINKING}]
+    assert client.chat("one").text == '{"a": 1}'
+
+
+def test_streamed_content_in_parts_is_put_together() -> None:
+    answer = StreamedAnswer()
+    pieces: list[Any] = [
+        [{"type": "thinking", "thinking": [{"type": "text", "text": "h"}]}],
+        [{"type": "thinking", "thinking": [{"type": "text", "text": "m"}]}],
+        [{"type": "text", "text": '{"a"'}],
+        ": 1}",
+        [],
+        [5],
+        [{"type": "image_url", "image_url": {"url": "data:"}}],
+    ]
+    texts = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for piece in pieces:
+            choice = {"index": 0, "delta": {"content": piece}, "finish_reason": None}
+            texts.append(answer.add(ChatCompletionChunk.construct(None, id="x", choices=[choice])))
+        last = {"index": 0, "delta": None, "finish_reason": "stop"}
+        answer.add(ChatCompletionChunk.construct(None, id="x", choices=[last]))
+        reply = read_reply(answer.completion(), None, Answer)
+    assert texts == ["", "", '{"a"', ": 1}", "", "", ""]
+    assert reply.message["content"] == [*THINKING, 5, {"type": "image_url", "image_url": {"url": "data:"}}]
+    assert (reply.text, reply.parsed) == ('{"a": 1}', Answer(a=1))
+
+
 def test_chunks_without_choices_or_delta_are_passed_over() -> None:
     answer = StreamedAnswer()
     for choices in (
         None,
+        [None],
         [{"index": 0, "delta": None}],
         [{"index": 0, "delta": {"content": "hi"}, "finish_reason": "stop"}],
     ):
         answer.add(ChatCompletionChunk.construct(None, id="x", choices=choices))
     assert answer.completion().choices[0].message.content == "hi"
+
+
+def test_streams_may_leave_out_the_numbers_of_choices_and_tool_calls() -> None:
+    answer = StreamedAnswer()
+    for call in (
+        {"id": "a", "function": {"name": "f", "arguments": {"x": 1}}},
+        {"id": "b", "function": {"name": "g", "arguments": "[]"}},
+    ):
+        choices = [{"delta": {"content": "hi", "tool_calls": [call]}}]
+        assert answer.add(ChatCompletionChunk.construct(None, id="x", choices=choices)) == "hi"
+    answer.add(ChatCompletionChunk.construct(None, id="x", choices=[{"delta": {}, "finish_reason": "tool_calls"}]))
+    calls: Any = answer.completion().choices[0].message.tool_calls
+    assert [(call.id, call.function.name, call.function.arguments) for call in calls] == [
+        ("a", "f", '{"x": 1}'),
+        ("b", "g", "[]"),
+    ]
+
+
+def test_what_is_no_stream_says_why(
+    client: AgentClient, plain_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.client.fake_server.chunks_of", lambda answer, usage: [])
+    with pytest.raises(AgentSpecError, match="base_url"):
+        client.stream("one").until_done()
 
 
 def test_streamed_tool_calls_that_have_one_number_stay_apart() -> None:
