@@ -44,7 +44,7 @@ class AgentsSession:
         """Append items. Raises InvalidInputError for types that chat completions don't have."""
         messages = messages_of(items)
         await self.load()
-        self._conversation.add(messages)
+        self._add(messages)
         await self._confirm()
 
     async def pop_item(self) -> Any | None:
@@ -67,6 +67,10 @@ class AgentsSession:
 
     async def clear(self) -> None:
         """Erase all messages. AsyncSession does it."""
+        raise NotImplementedError
+
+    def _add(self, messages: list[dict[str, Any]]) -> None:
+        """Append messages. AsyncSession does it."""
         raise NotImplementedError
 
     async def _confirm(self) -> None:

@@ -122,6 +122,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
 
     async def close(self) -> None:
         """Write queued messages to the store, and close the connections."""
+        self._closed = True
         await self._threads.run(self._close_log)
         self._threads.close()
         if self._record is not None:
@@ -256,12 +257,12 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
 
     async def reload(self) -> None:
         """Read the stored messages again, as Session.reload() does."""
-        self._client._refuse_if_forked()
+        self._client._refuse_if_unusable()
         await self._wait(self._conversation.reload)
 
     async def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
         """Erase all messages, as Session.clear() does."""
-        self._client._refuse_if_forked()
+        self._client._refuse_if_unusable()
         with self._conversation.reserved():
             await self._client._erase(self._conversation, cache_salts)
             await self._wait(self._conversation.forget)

@@ -57,6 +57,7 @@ class ClientBase(Generic[OpenAIT]):
         self._record = None if record is None else ReplyRecord(record)
         self._log = _open_log(store)
         self._process: int | None = None  # in which it was used first
+        self._closed = False
         self._conversations = Conversations(self._log)
         self._close_log: Callable[[], object] = weakref.finalize(
             self, _close, self._conversations, self._log, os.getpid()
@@ -78,6 +79,14 @@ class ClientBase(Generic[OpenAIT]):
         if self._process != process:
             raise AgentSpecError(
                 "the client was used before this process was forked off: make a client in each process"
+            )
+
+    def _refuse_if_unusable(self) -> None:
+        """Raise AgentSpecError in a process that was forked off, and once the client is closed: nothing is stored."""
+        self._refuse_if_forked()
+        if self._closed:
+            raise AgentSpecError(
+                "the client is closed: make another one, whose session(id) goes on where a stored session ended"
             )
 
     def _finish_call(self, call: Call, turn: Turn, raw: ChatCompletion) -> Reply[Any]:
@@ -137,13 +146,15 @@ class SessionBase:
 
     def add(self, message: MessageLike) -> None:
         """Append a message, such as a system message, without calling the model."""
-        self._client._refuse_if_forked()
-        self._conversation.add([as_message(message)])
+        self._add([as_message(message)])
 
     def tool_result(self, tool_call_id: str, content: str) -> None:
         """Append a tool's answer. Then call chat() without content to let the model go on."""
-        self._client._refuse_if_forked()
-        self._conversation.add([tool_message(tool_call_id, content)])
+        self._add([tool_message(tool_call_id, content)])
+
+    def _add(self, messages: list[dict[str, Any]]) -> None:
+        self._client._refuse_if_unusable()
+        self._conversation.add(messages)
 
     def _priming(self, texts: Sequence[str | Path] | None, cache_salt: str | None) -> Iterator[Priming]:
         if texts is None:
@@ -151,7 +162,7 @@ class SessionBase:
         return prime_texts(texts, cache_salt)
 
     def _call(self, content: Content | None, response_format: Any, options: Mapping[str, Any]) -> Call:
-        self._client._refuse_if_forked()
+        self._client._refuse_if_unusable()
         return Call(self._conversation, content, response_format, options)
 
     def __repr__(self) -> str:

@@ -145,6 +145,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
 
     def close(self) -> None:
         """Write queued messages to the store, and close the connections."""
+        self._closed = True
         self._close_log()
         if self._record is not None:
             self._record.close()
@@ -284,7 +285,7 @@ class Session(SessionBase, Loops):
 
         Raises StoreError if they cannot be read; the messages here are then unchanged.
         """
-        self._client._refuse_if_forked()
+        self._client._refuse_if_unusable()
         self._conversation.reload()
 
     def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
@@ -297,7 +298,7 @@ class Session(SessionBase, Loops):
         clear() again to erase what is left. StoreUnavailableError: the text is still in the database of the server or
         of this client, because another process reads there.
         """
-        self._client._refuse_if_forked()
+        self._client._refuse_if_unusable()
         with self._conversation.reserved():
             self._client._erase(self._conversation, cache_salts)
             self._conversation.forget()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import AsyncAgentClient, InvalidInputError, SessionConflictError, StoreError
+from agentspec import AgentSpecError, AsyncAgentClient, InvalidInputError, SessionConflictError, StoreError
 from agentspec.cache.store import MemoryStore
 from agentspec.client.outbox import NAMESPACE
 
@@ -54,6 +54,15 @@ async def test_items_come_back_as_they_were(server: FakeServer, tmp_path: Path) 
         assert [message["role"] for message in session.messages] == ["user", "assistant", "tool", "tool", "user"]
     async with connect(server, store=url) as client:
         assert await client.session("s").get_items() == ITEMS
+
+
+async def test_a_closed_client_takes_no_items(server: FakeServer) -> None:
+    async with connect(server, store=MemoryStore()) as client:
+        session = client.session("s")
+        await session.add_items(ITEMS[:1])
+    with pytest.raises(AgentSpecError, match="the client is closed"):
+        await session.add_items(ITEMS[:1])
+    assert await session.get_items() == ITEMS[:1]
 
 
 async def test_popping_removes_the_latest_item_from_the_store_too(server: FakeServer, tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ from pathlib import Path
 import openai
 import pytest
 
-from agentspec import AgentClient, Gap, InvalidSessionError, StoreError, StoreUnavailableError, StoreURLError
+from agentspec import (
+    AgentClient,
+    AgentSpecError,
+    Gap,
+    InvalidSessionError,
+    StoreError,
+    StoreUnavailableError,
+    StoreURLError,
+)
 from agentspec.cache.store import Retention, default_store_url, open_store
 from agentspec.client.outbox import NAMESPACE
 from tests.store.helpers import damage_payload, wait_until
@@ -64,6 +72,26 @@ def test_a_session_dropped_and_taken_up_again_in_one_process(server: FakeServer)
         client.session("s").chat("one")
         client.session("s").chat("two")
     assert len(server.chats[1].body["messages"]) == 3
+
+
+def test_a_closed_client_takes_nothing_that_it_would_lose(server: FakeServer) -> None:
+    client = AgentClient(base_url=server.url, model="small")
+    session = client.session("s")
+    session.chat("one")
+    client.close()
+    client.close()
+    for use in (
+        lambda: session.chat("two"),
+        lambda: session.stream("two"),
+        lambda: session.add({"role": "user", "content": "two"}),
+        lambda: session.tool_result("c", "two"),
+        session.clear,
+        session.reload,
+        lambda: client.chat("two"),
+    ):
+        with pytest.raises(AgentSpecError, match="the client is closed: make another"):
+            use()
+    assert [message["content"] for message in session.messages] == ["one", "answer 1"]
 
 
 def test_without_a_store_the_client_remembers(server: FakeServer, tmp_path: Path) -> None:
