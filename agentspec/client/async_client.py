@@ -32,6 +32,7 @@ from agentspec.client.request import (
     has_no_such_session,
     incomplete_error,
     is_erased,
+    options_named,
 )
 from agentspec.client.session_naming import SessionTags
 from agentspec.client.streams import AsyncReplyStream
@@ -242,7 +243,9 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
             await self._client._prime_resumed(self._conversation, call)
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
-            raw = await send(**await self._request(call, turn))
+            request = await self._request(call, turn)
+            with options_named(request):
+                raw = await send(**request)
             with self._conversation.undone_if_interrupted():
                 reply = self._client._finish_call(call, turn, raw)
                 await self._confirm()
@@ -325,15 +328,18 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
             await self._client._prime_resumed(self._conversation, call)
             request = await self._request(call, turn, stream=True)
             completions: Any = self._client._connection(call).chat.completions
-            opened = (
-                completions.stream(**request) if call.model_class else await completions.create(**request, stream=True)
-            )
             answer = StreamedAnswer()
-            async with opened as events:
-                yield ""
-                async for event in events:
-                    if text := answer.add(event):
-                        yield text
+            with options_named(request):
+                opened = (
+                    completions.stream(**request)
+                    if call.model_class
+                    else await completions.create(**request, stream=True)
+                )
+                async with opened as events:
+                    yield ""
+                    async for event in events:
+                        if text := answer.add(event):
+                            yield text
             with self._conversation.undone_if_interrupted():
                 reply = self._client._finish_call(call, turn, answer.completion())
                 await self._confirm()

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -31,6 +32,7 @@ from agentspec.client.request import (
     has_no_such_session,
     incomplete_error,
     is_erased,
+    options_named,
 )
 from agentspec.client.session_naming import SessionTags
 from agentspec.client.streams import ReplyStream
@@ -268,7 +270,9 @@ class Session(SessionBase, Loops):
             self._client._prime_resumed(self._conversation, call)
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
-            raw = send(**self._client._requests.build(call, turn.messages))
+            request = self._client._requests.build(call, turn.messages)
+            with options_named(request):
+                raw = send(**request)
             with self._conversation.undone_if_interrupted():
                 reply = self._client._finish_call(call, turn, raw)
                 self._confirm()
@@ -370,9 +374,9 @@ class Session(SessionBase, Loops):
             self._client._prime_resumed(self._conversation, call)
             request = self._client._requests.build(call, turn.messages, stream=True)
             completions: Any = self._client._connection(call).chat.completions
-            opened = completions.stream(**request) if call.model_class else completions.create(**request, stream=True)
+            send: Any = completions.stream if call.model_class else partial(completions.create, stream=True)
             answer = StreamedAnswer()
-            with opened as events:
+            with options_named(request), send(**request) as events:
                 yield ""
                 for event in events:
                     if text := answer.add(event):

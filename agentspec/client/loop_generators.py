@@ -50,6 +50,10 @@ class Stage:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidInputError(f"name: a text is needed, not {shown(self.name)}")
+        if self.system is not None and not isinstance(self.system, str):
+            raise InvalidInputError(f"system: a text or None is needed, not {shown(self.system)}")
         if not isinstance(self.prompt, str) and not callable(self.prompt):
             raise InvalidInputError(
                 f"prompt: a text, or a function that makes a message, is needed, not {self.prompt!r}"
@@ -166,6 +170,11 @@ def pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage])
     """Pass the task through the stages. Returns why that ended."""
     if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, Stage) for stage in stages):
         raise InvalidInputError(f"stages: a list of Stage, one at least, is needed, not {shown(stages)}")
+    if not isinstance(task, str):
+        raise InvalidInputError(
+            f"task: a text is needed, which is put behind the first stage's prompt, not {shown(task)};"
+            " Stage(prompt=…) may be a function that makes a message of other kinds"
+        )
     yield Apply(session.load)
     with session._conversation.turn(as_messages(task)) as turn:
         yield Apply(session._check)

@@ -5,13 +5,17 @@ This module does no I/O.
 
 from __future__ import annotations
 
+import datetime
+import json
 import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, get_args
 
 import openai
+import pydantic
 
 from agentspec.client.conversation import Conversation
 from agentspec.client.formats import check_response_format, has_loose_tools, json_schema_format
@@ -297,6 +301,50 @@ def check_timeout(timeout: object) -> None:
             "timeout: a positive number of seconds or an openai.Timeout is needed, not"
             f" {shown(timeout)}; None is no limit"
         )
+
+
+@contextmanager
+def options_named(request: Mapping[str, Any]) -> Iterator[None]:
+    """Raise InvalidInputError, which names the option, where the block fails because a value has no form in JSON.
+
+    request: arguments of the OpenAI client's call, whose own error names the type alone.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        for name, value in request.items():
+            if name in ("messages", "timeout", "extra_headers", "extra_query", "response_format"):
+                continue
+            parts = value.items() if name == "extra_body" and isinstance(value, Mapping) else [("", value)]
+            for part, held in parts:
+                if not _has_json(held):
+                    raise InvalidInputError(
+                        f"{name}{part and ': '}{part}: {shown(held)} has no form in JSON; give text, finite numbers,"
+                        " lists and dicts, such as int() or float() of another library's number"
+                    ) from error
+        raise
+
+
+def _has_json(value: object) -> bool:
+    """Return whether JSON has a form for a value, as far as can be said without the OpenAI client."""
+    try:
+        json.dumps(value, allow_nan=False, default=_sent)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _sent(value: object) -> object:
+    """Return what the OpenAI client sends for a value that `json` does not know."""
+    if isinstance(value, openai.NotGiven | openai.Omit):
+        return None
+    if isinstance(value, pydantic.BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, datetime.date):
+        return str(value)
+    raise TypeError
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -178,6 +179,38 @@ def test_options_that_the_openai_client_takes_are_taken(session: Session, option
     assert session.refine("three", content, budget=Budget(seconds=60), **options).done
 
 
+UNFIT: list[tuple[str, Any]] = [
+    ("seed", np.int64(3)),
+    ("temperature", math.nan),
+    ("stop", {"a", "b"}),
+    ("logit_bias", {"5": math.inf}),
+    ("extra_body", {"min_p": 0.1, "top_k": np.int64(3)}),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), UNFIT)
+async def test_an_option_that_json_cannot_carry_is_named(server: FakeServer, field: str, value: Any) -> None:
+    options: dict[str, Any] = {field: value, "user": openai.NOT_GIVEN}
+    named = f"^{field}: .* has no form in JSON"
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        session = client.session("s")
+        with pytest.raises(InvalidInputError, match=named):
+            session.chat("one", **options)
+        with pytest.raises(InvalidInputError, match=named):
+            session.stream("one", **options).until_done()
+        assert session.chat("one").text == "answer 1"
+    async with AsyncAgentClient(base_url=server.url, model="small", store=None) as agents:
+        with pytest.raises(InvalidInputError, match=named):
+            await agents.chat("one", **options)
+        with pytest.raises(InvalidInputError, match=named):
+            await agents.stream("one", **options).until_done()
+
+
+def test_an_error_of_another_kind_stays_as_it_is(session: Session) -> None:
+    with pytest.raises(TypeError, match="no_such_option"):
+        session.chat("two", no_such_option=1)
+
+
 @pytest.mark.parametrize("depth", [201, 2_000, math.inf])
 def test_a_message_that_is_nested_too_deep_is_named(server: FakeServer, session: Session, depth: float) -> None:
     part: dict[str, Any] = {}
@@ -212,6 +245,9 @@ def test_options_of_loops_are_checked(server: FakeServer, session: Session) -> N
         "tools: max": lambda: session.run_tools("two", [max]),
         "stages": lambda: session.pipeline("two", wrong),
         "stages: a list": lambda: session.pipeline("two", [stage, wrong]),
+        "task": lambda: session.pipeline({"role": "user", "content": "two"}, [stage]),  # type: ignore[arg-type]
+        "name": lambda: Stage(wrong, "Plan."),
+        "system": lambda: Stage("plan", "Plan.", system=wrong),
         "prompt": lambda: Stage("plan", wrong),
         "attempts": lambda: Stage("plan", "Plan.", attempts=0),
         "attempts: a number": lambda: Stage("plan", "Plan.", attempts=True),
