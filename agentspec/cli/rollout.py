@@ -213,6 +213,11 @@ def _function(option: str, name: str) -> Callable[..., Any]:
         raise ConfigurationError(f"{option} {name}: {error}") from None
     except Exception as error:  # the module is the user's
         raise ConfigurationError(f"{option} {name}: {type(error).__name__}: {error}") from error
+    except SystemExit as error:
+        raise ConfigurationError(
+            f"{option} {name}: {module} ends the program where it is imported (exit status {error.code}); put what only a"
+            ' run of it needs behind if __name__ == "__main__":'
+        ) from None
     if not callable(found):
         raise ConfigurationError(f"{option} {name}: is not a function")
     return found  # type: ignore[no-any-return]

@@ -239,7 +239,7 @@ def test_a_plain_rollout_asks_vllm_for_nothing_of_drafts(
     assert given.keys() == {"dtype", "enforce_eager", "seed", "logprobs_mode", "switch"} and given["switch"] == "0"
 
 
-@pytest.mark.parametrize("text", ["1 / 0", "def score(:"])
+@pytest.mark.parametrize("text", ["1 / 0", "def score(:", "import sys; sys.exit(0)"])
 def test_a_reward_whose_module_fails_is_named(
     agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
