@@ -24,4 +24,4 @@ def report(
         write_private(out, page.encode("utf-8", "replace"))  # JSON may hold half a surrogate pair
     except OSError as error:
         raise typer.BadParameter(f"{error.filename or out}: {error.strerror}") from None
-    typer.echo(f"written: {out}")
+    typer.echo(f"written: {out}", err=not out.is_file())  # /dev/stdout is read by another program

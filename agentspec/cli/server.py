@@ -125,10 +125,10 @@ def write_private(path: Path, data: bytes) -> None:
 
     Raises OSError. A file that cannot be written whole, as on a full disk, is left as it was.
     """
-    target = path.resolve()
-    if target.exists() and not target.is_file():  # a pipe or a device
+    if path.exists() and not path.is_file():  # a pipe or a device; /dev/stdout leads to a pipe that has no name
         path.write_bytes(data)
         return
+    target = path.resolve()
     warning = create_private(target) if target.exists() else None
     try:
         with replacing(target) as part:

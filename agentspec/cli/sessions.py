@@ -93,7 +93,7 @@ def export_session(
         write_private(file, answer.content)
     except OSError as error:
         raise typer.BadParameter(f"{file}: {error.strerror}") from None
-    typer.echo(f"written: {file}")
+    typer.echo(f"written: {file}", err=not file.is_file())  # /dev/stdout is read by another program
 
 
 @_commands.command("import")

@@ -183,6 +183,13 @@ def test_the_command_writes_the_page_and_names_it(record: Path, tmp_path: Path) 
     assert result.exit_code == 2
 
 
+def test_the_page_goes_through_a_pipe(record: Path) -> None:
+    command = [sys.executable, "-m", "agentspec", "report", str(record), "-o", "/dev/stdout"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("</html>")
+    assert done.stderr == "written: /dev/stdout\n"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_it(record: Path, tmp_path: Path, scheme: Any) -> None:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
