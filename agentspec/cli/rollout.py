@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from agentspec.cli.tables import print_table
@@ -154,7 +154,18 @@ def rollout(
                     said = time.monotonic()
                     typer.echo(f"{_line(figures)}, {done} of {total} samples", err=True)
 
-            for figures in generator.run(tasks, plan, show):
+            scoring: TaskID | None = None
+
+            def show_scored(scored: int, of: int) -> None:
+                nonlocal said, scoring
+                if scoring is None:
+                    scoring = bars.add_task("samples without a reward scored", total=of)
+                bars.update(scoring, completed=scored)
+                if not console.is_terminal and (scored == of or time.monotonic() - said >= _LOG_SECONDS):
+                    said = time.monotonic()
+                    typer.echo(f"{scored} of {of} samples without a reward scored", err=True)
+
+            for figures in generator.run(tasks, plan, show, show_scored):
                 show(figures, complete=True)
                 _add_row(table, figures)
                 if folder is not None:
@@ -215,8 +226,8 @@ def _function(option: str, name: str) -> Callable[..., Any]:
         raise ConfigurationError(f"{option} {name}: {type(error).__name__}: {error}") from error
     except SystemExit as error:
         raise ConfigurationError(
-            f"{option} {name}: {module} ends the program where it is imported (exit status {error.code}); put what only a"
-            ' run of it needs behind if __name__ == "__main__":'
+            f"{option} {name}: {module} ends the program where it is imported (exit status {error.code}); put what only"
+            ' a run of it needs behind if __name__ == "__main__":'
         ) from None
     if not callable(found):
         raise ConfigurationError(f"{option} {name}: is not a function")

@@ -1,6 +1,7 @@
 """Sample problems on a vLLM engine in this process, one decode step at a time, and write each sample as it finishes."""
 
 import hashlib
+import itertools
 import logging
 import math
 import time
@@ -28,6 +29,12 @@ Returns the weights' version: a text, a number, a path or None, or an awaitable 
 
 _MOST_TOKENS = 2**31 - 1
 """More than any model takes. vLLM sends the number to its engine's process in 64 bits."""
+
+_REWARDS_WRITTEN_S = 30.0
+"""How often the rewards of samples that had none are written, in seconds."""
+
+_MOST_WAITING_REWARDS = 64
+"""Samples without a reward that are read ahead."""
 
 PLAIN_OPTIONS = {"logprobs_mode": "processed_logprobs"}
 """What ``vllm.LLM`` takes without drafts. It refuses to give figures of drafts there."""
@@ -182,14 +189,17 @@ class RolloutGenerator:
         problems: Sequence[Problem],
         plan: Plan,
         progress: Callable[[EpochFigures], None] = lambda figures: None,
+        scored: Callable[[int, int], None] = lambda scored, of: None,
     ) -> Iterator[EpochFigures]:
         """Sample what the journal lacks, epoch by epoch. Yields each epoch's figures when it is complete.
 
-        progress: called after each engine step that finished a sample. If the caller stops, or an error is raised, the
-        engine's open requests are aborted; what was finished is in the journal. A sample is written once its reward is
-        known, whatever the rewards of others take. With a reward function, samples that the journal holds without a
-        reward are scored first. Raises InvalidInputError for two problems with one id, for prompts that the model
-        cannot take, and for a journal whose samples are of another model or were sampled otherwise.
+        progress: called after each engine step that finished a sample. scored: called as samples that the journal holds
+        without a reward are scored, with how many were and how many there are. If the caller stops, or an error is
+        raised, the engine's open requests are aborted; what was finished is in the journal. A sample is written once
+        its reward is known, whatever the rewards of others take. With a reward function, samples that the journal holds
+        without a reward are scored first, and written every half minute. Raises InvalidInputError for two problems with
+        one id, for prompts that the model cannot take, and for a journal whose samples are of another model or were
+        sampled otherwise.
         """
         by_id = {problem.id: problem for problem in problems}
         if len(by_id) < len(problems):
@@ -206,7 +216,7 @@ class RolloutGenerator:
             )
         self._rewards.drop()  # what an interrupted run left
         if self._scores:
-            self._score_again(by_id)
+            self._score_again(by_id, scored)
         for epoch in range(plan.epochs):
             keys = [Key(problem.id, epoch, sample) for problem in problems for sample in range(plan.samples)]
             missing = deque(key for key in keys if key not in self._journal)
@@ -235,23 +245,36 @@ class RolloutGenerator:
             )
         return None if version is None else str(version)
 
-    def _score_again(self, problems: dict[str, Problem]) -> None:
+    def _score_again(self, problems: dict[str, Problem], told: Callable[[int, int], None]) -> None:
         """Score the samples of these problems that the journal holds without a reward."""
-        rewards = self._rewards
+        left = {key for key in self._journal.without_reward() if key.id in problems}
+        if not left:
+            return
+        logger.info("agentspec: %d samples of %s get a reward first", len(left), self._journal.path)
+        waiting = (sample for sample in self._journal.samples() if sample.key in left)
         scored: dict[Key, Sample] = {}
-        for sample in self._journal.samples():
-            if sample.reward is None and sample.id in problems:
-                rewards.give(problems[sample.id], sample)
-        if rewards:
-            logger.info("agentspec: %d samples of %s get a reward first", len(rewards), self._journal.path)
+        count = failed = 0
+        write_at = time.monotonic() + _REWARDS_WRITTEN_S
         try:
-            while rewards:
-                scored.update((sample.key, sample) for sample in rewards.take(wait=True))
+            while True:
+                for sample in itertools.islice(waiting, _MOST_WAITING_REWARDS - len(self._rewards)):
+                    self._rewards.give(problems[sample.id], sample)
+                if not self._rewards:
+                    break
+                for sample in self._rewards.take(wait=True):
+                    scored[sample.key] = sample
+                    count += 1
+                    failed += sample.reward is None
+                told(count, len(left))
+                if (begin := time.monotonic()) >= write_at:
+                    self._journal.replace(scored)
+                    scored = {}
+                    now = time.monotonic()
+                    write_at = now + max(_REWARDS_WRITTEN_S, 20 * (now - begin))  # it writes the whole file
         finally:  # an interrupt must not cost the rewards that are known
             if scored:
                 self._journal.replace(scored)
-                failed = sum(sample.reward is None for sample in scored.values())
-                logger.info("agentspec: %d samples have a reward now, %d have none", len(scored) - failed, failed)
+            logger.info("agentspec: %d samples have a reward now, %d have none", count - failed, failed)
 
     def _run_epoch(
         self,

@@ -119,6 +119,10 @@ class Journal:
         """Return the reward of a sample that it holds; None if it has none."""
         return self._rewards[key]
 
+    def without_reward(self) -> set[Key]:
+        """Return what names the samples that have no reward."""
+        return {key for key, reward in self._rewards.items() if reward is None}
+
     def write(self, sample: Sample) -> None:
         """Append a sample. Raises InvalidInputError if the file holds it, OSError if it cannot be written."""
         if sample.key in self._rewards:

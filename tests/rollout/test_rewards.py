@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentspec.errors import AgentSpecError
-from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample
+from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample, generator
 from agentspec.rollout.rewards import Rewards
 from tests.rollout.test_generator import LLM, PROBLEMS, Engine, run
 
@@ -385,6 +385,28 @@ def test_what_has_no_reward_is_scored_by_the_next_run(tmp_path: Path) -> None:
     assert (figures[0].mean_reward, figures[0].reward_errors) == (0.5, 0)
     figures, _ = run(path, Plan(samples=2))  # without a reward function
     assert (figures[0].mean_reward, figures[0].reward_errors) == (0.5, 0)
+
+
+def test_a_kill_while_samples_are_scored_again_keeps_what_was_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "_REWARDS_WRITTEN_S", 0.0)
+    path = tmp_path / "r.jsonl"
+    run(path, Plan(samples=4))
+    held: list[int] = []
+    told: list[tuple[int, int]] = []
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        time.sleep(0.02)
+        held.append(sum('"reward": 0.5' in line for line in path.read_text().splitlines()))
+        return 0.5
+
+    with Journal(path) as journal:
+        again = RolloutGenerator(OfflineEngine(LLM(Engine())), journal, reward=reward)
+        list(again.run(PROBLEMS, Plan(samples=4), scored=lambda *counts: told.append(counts)))
+        assert len(journal) == 12 and {sample.reward for sample in journal.samples()} == {0.5}
+    assert max(held) >= 1  # in the file before the last one was scored
+    assert told[-1] == (12, 12) and [scored for scored, _ in told] == sorted({scored for scored, _ in told})
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
