@@ -119,7 +119,9 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
 
         Servers with the extension send the counts with the reply, in `reply.speculation`, unless it was switched off.
         """
-        return reply.speculation or read_speculation(await self._ask(self._requests.counts_path(reply)))
+        if reply.speculation is not None or (path := self._requests.counts_path(reply)) is None:
+            return reply.speculation
+        return read_speculation(await self._ask(path))
 
     async def close(self) -> None:
         """Write queued messages to the store, and close the connections."""

@@ -143,7 +143,9 @@ class AgentClient(ClientBase[openai.OpenAI]):
 
         Servers with the extension send the counts with the reply, in `reply.speculation`, unless it was switched off.
         """
-        return reply.speculation or read_speculation(self._ask(self._requests.counts_path(reply)))
+        if reply.speculation is not None or (path := self._requests.counts_path(reply)) is None:
+            return reply.speculation
+        return read_speculation(self._ask(path))
 
     def close(self) -> None:
         """Write queued messages to the store, and close the connections."""

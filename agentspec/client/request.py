@@ -228,9 +228,9 @@ class RequestBuilder:
         self._ask_at = time.monotonic() + RETRY_AFTER_S if passing else float("inf")
 
     @staticmethod
-    def counts_path(reply: Reply[Any]) -> str:
-        """Return the path of a reply's speculation counts on a server with the extension."""
-        return f"{PROBE_PATH}/requests/{to_path(reply.raw.id)}"
+    def counts_path(reply: Reply[Any]) -> str | None:
+        """Return the path of a reply's speculation counts on a server with the extension; None if it has no id."""
+        return f"{PROBE_PATH}/requests/{to_path(reply.raw.id)}" if reply.raw.id else None
 
     def headers(self, conversation: Conversation) -> dict[str, str]:
         """Return the headers that name a session, for requests that others make.

@@ -44,6 +44,14 @@ def test_what_is_no_answer_says_why(
         client.chat("one")
 
 
+@pytest.mark.parametrize("name", [None, ""])
+def test_an_answer_without_an_id_has_no_figures(
+    client: AgentClient, plain_server: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    answer_with(plain_server, monkeypatch, {"id": name})
+    assert client.speculation(client.chat("one")) is None
+
+
 @pytest.mark.parametrize("usage", [{"prompt_tokens": 3}, {"prompt_tokens": None, "completion_tokens": None}])
 def test_a_budget_counts_what_an_answer_may_have_taken_if_its_usage_is_not_told(
     client: AgentClient, plain_server: FakeServer, monkeypatch: pytest.MonkeyPatch, usage: dict[str, Any]
