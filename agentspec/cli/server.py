@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from agentspec.addresses import without_secrets
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.files import replacing
 from agentspec.private_files import create_private
@@ -56,10 +57,12 @@ def server_at(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
             " a header's name"
         ) from None
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise ConfigurationError(f"--url {url}: {error}") from None
+        raise ConfigurationError(f"--url {without_secrets(url)}: {error}") from None
     except httpx.HTTPError as error:
         remedy = _TRUST if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
-        raise StoreUnavailableError(f"{url} does not answer: {error or type(error).__name__}{remedy}") from None
+        raise StoreUnavailableError(
+            f"{without_secrets(url)} does not answer: {error or type(error).__name__}{remedy}"
+        ) from None
 
 
 def ask(server: httpx.Client, method: str, path: str, expected: str, **more: Any) -> httpx.Response:

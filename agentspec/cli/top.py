@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from agentspec.addresses import without_secrets
 from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, reading, root_of, server_at, shown_time
 from agentspec.errors import AgentSpecError, InvalidInputError, StoreUnavailableError
 
@@ -134,7 +135,7 @@ def _look_again(server: httpx.Client, url: str, sessions: int, last: Sample, liv
     try:
         now = take_sample(server, url, sessions)
     except (AgentSpecError, httpx.HTTPError) as error:
-        why = str(error) if isinstance(error, AgentSpecError) else f"{url} does not answer"
+        why = str(error) if isinstance(error, AgentSpecError) else f"{without_secrets(url)} does not answer"
         live.update(Group(Text(why, style="bold red"), draw(last, None, url)), refresh=True)
         return last
     live.update(draw(now, last, url), refresh=True)
@@ -177,7 +178,7 @@ def _stores(engines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _heading(now: Sample, url: str) -> Text:
     engines = f"{now.engines} engine{'' if now.engines == 1 else 's'}"
-    return Text.assemble(("agentspec ", "bold"), f"{url}  {engines}  {datetime.now():%H:%M:%S}")
+    return Text.assemble(("agentspec ", "bold"), f"{without_secrets(url)}  {engines}  {datetime.now():%H:%M:%S}")
 
 
 def _speeds(now: Sample, rates: _Rates) -> Table:

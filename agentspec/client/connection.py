@@ -6,11 +6,11 @@ The HTTP client would refuse them at the first call, as "Connection error", with
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from agentspec.addresses import without_secrets
 from agentspec.client.request import check_header_value, check_headers, check_mapping, check_retries
 from agentspec.errors import ConfigurationError
 
@@ -59,15 +59,10 @@ def check_address(name: str, given: object) -> None:
         usable = False
     if not usable or isinstance(given, bytes) or not text.isprintable() or " " in text:
         raise ConfigurationError(
-            f"{name}: an address such as http://localhost:8000/v1 is needed, not {_without_secrets(text)!r}"
+            f"{name}: an address such as http://localhost:8000/v1 is needed, not {without_secrets(text)!r}"
         )
 
 
 def _given(name: str, option: object, variable: str) -> tuple[Any, str]:
     """Return what an option or, without it, its variable says, and the name of either."""
     return (os.environ.get(variable), variable) if option is None else (option, name)
-
-
-def _without_secrets(address: str) -> str:
-    """Return an address without user, password and query, which may hold a key."""
-    return re.sub(r"^([\w+.-]*://)?.*@", r"\1***@", address.partition("?")[0], flags=re.DOTALL)

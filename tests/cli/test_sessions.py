@@ -178,6 +178,16 @@ def test_a_server_that_does_not_answer_is_named(agentspec: Program) -> None:
     assert status == 2 and "http://127.0.0.1:1 does not answer" in printed
 
 
+@pytest.mark.parametrize("command", [("sessions", "list"), ("top", "--once")])
+@pytest.mark.parametrize(
+    "url",
+    ["http://ada:hunter2@127.0.0.1:1/v1?key=hunter2", "htp://ada:hunter2@localhost", "http://ada:hunter2@localhost:x"],
+)
+def test_a_password_in_the_address_is_not_shown(agentspec: Program, command: tuple[str, ...], url: str) -> None:
+    status, printed = agentspec(*command, "--url", url)
+    assert status == 2 and "://***@" in printed and "hunter2" not in printed
+
+
 def test_a_certificate_that_is_not_trusted_is_refused_with_the_remedy(
     agentspec: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
