@@ -237,14 +237,15 @@ class Conversation:
     def undone_if_interrupted(self) -> Generator[None, None, None]:
         """Take back what the block adds if it is cancelled or gets Ctrl-C. Use it while the session is reserved."""
         with self._guard:
-            count, position = len(self._history), self._next_position
+            count, position, holder = len(self._history), self._next_position, self._holder
         try:
             yield
         except Exception:
             raise
         except BaseException:
             with self._guard:
-                if self._next_position > position:
+                self._holder = holder  # a loop has no calls to answer now
+                if self._next_position > position or len(self._history) > count:
                     del self._history[count:]
                     self._next_position = position
                     self._log.append(self._view, [], cut=position)
@@ -262,16 +263,27 @@ class Conversation:
         answers: by the call's index. otherwise: the answer to the other calls. Does nothing unless this answerer holds
         the session. Appends after a conflict, too, as a turn does, so that no call stays unanswered.
         """
+        try:
+            self._answer_calls(answerer, answers, otherwise)
+        except BaseException:  # Ctrl-C in between must not leave the session with calls that nobody answers
+            self._answer_calls(answerer, answers, otherwise)
+            raise
+
+    def _answer_calls(self, answerer: object, answers: Mapping[int, str], otherwise: str) -> None:
+        """Do it, or do the rest of it: readers of the store count messages once that were stored twice."""
         with self._guard:
             if self._holder is not answerer:
                 return
-            calls = self._history[-1].message["tool_calls"]
-            self._append(
-                [
-                    {"role": "tool", "tool_call_id": call["id"], "content": answers.get(index, otherwise)}
-                    for index, call in enumerate(calls)
-                ]
-            )
+            at = next(at for at, said in reversed(list(enumerate(self._history))) if said.message.get("tool_calls"))
+            position, message = self._history[at]
+            said = [
+                Said(position + 1 + index, {"role": "tool", "tool_call_id": call["id"], "content": content})
+                for index, call in enumerate(message["tool_calls"])
+                for content in (answers.get(index, otherwise),)
+            ]
+            self._history[at + 1 :] = said
+            self._next_position = position + 1 + len(said)
+            self._save(said)
             self._holder = None
 
     def _read(self) -> Stored:

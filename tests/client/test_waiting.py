@@ -11,6 +11,7 @@ import pytest
 
 from agentspec import AgentClient, AsyncAgentClient
 from agentspec.client.outbox import read_session
+from agentspec.client.session_log import Said
 
 from .fake_server import FakeServer
 from .stores import FailingStore
@@ -73,6 +74,68 @@ def test_a_call_that_ctrl_c_ends_while_the_store_writes_leaves_its_session_as_it
         *("one", "answer 1"),
         *("two", "answer 3"),
     ]
+
+
+def now() -> str:
+    """Return the time."""
+    return "noon"
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+
+
+async def test_tool_calls_whose_turn_was_taken_back_are_not_answered(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's calls are in the session for a moment, while the store confirms them."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    server.answers = [{"content": None, "tool_calls": [CALL]}]
+    with AgentClient(base_url=server.url, model="small", store=FailingStore()) as client:
+        session = client.session("s")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(session._conversation, "confirm", interrupted)
+            session.run_tools("What time is it?", [now])
+        assert session.messages == [] and session.chat("two").text
+    server.answers = [{"content": None, "tool_calls": [CALL]}]
+    async with AsyncAgentClient(base_url=server.url, model="small", store=FailingStore()) as agents:
+        other = agents.session("s")
+        with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+            patch.setattr(other._conversation, "confirm", cancelled)
+            await other.run_tools("What time is it?", [now])
+        assert other.messages == [] and (await other.chat("two")).text
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ctrl_c_while_tool_calls_are_answered_leaves_none_unanswered(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    store = FailingStore()
+    server.answers = [{"content": None, "tool_calls": [CALL, {**CALL, "id": "d"}]}]
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        session = client.session("s")
+        save, interrupts = session._conversation._save, [KeyboardInterrupt]
+
+        def interrupted(said: list[Said]) -> None:
+            interrupt = interrupts.pop() if interrupts and said and said[0].message["role"] == "tool" else None
+            if interrupt is None or when == "after":
+                save(said)
+            if interrupt is not None:
+                raise interrupt
+
+        monkeypatch.setattr(session._conversation, "_save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.run_tools("What time is it?", [now])
+        assert session.chat("two").text
+        messages = session.messages
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool", "user", "assistant"]
+    found = read_session(store, "s")
+    assert [said.message for said in found.history] == messages and found.next_position == 6
 
 
 async def test_slow_functions_of_loops_delay_no_other_session(server: FakeServer) -> None:
