@@ -6,9 +6,12 @@ import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
 
 from agentspec.cache.store import open_store
 from agentspec.server_ext.engine import DraftingEngine
@@ -147,3 +150,18 @@ def test_the_access_log_names_no_session(
     lines = caplog.messages
     assert lines[0] == f'127.0.0.1:9 - "DELETE {before}/v1/agentspec/sessions/… HTTP/1.1" 200'
     assert "sessions?limit=5 " in lines[1] and "/v1/models" in lines[2] and lines[3].endswith(rest)
+
+
+def test_the_traceback_of_an_unknown_session_does_not_name_it(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM writes one into its log for each error that it answers, with --log-error-stack."""
+    server = start(ADA, engines=1)
+    log = logging.getLogger("vllm.entrypoints")
+
+    def answer(request: Any, error: Any) -> JSONResponse:
+        log.error("HTTPException caught", exc_info=error)
+        return JSONResponse({"error": error.detail}, status_code=error.status_code)
+
+    server.http.app.add_exception_handler(HTTPException, answer)  # type: ignore[attr-defined]
+    told = server.call(ADA, "GET", "a-session-of-ada")
+    assert told.status_code == 404 and "a-session-of-ada" in told.text
+    assert "404" in caplog.text and "a-session-of-ada" not in caplog.text

@@ -83,6 +83,17 @@ class ExportedSession(BaseModel):
     turns: Annotated[list[ExportedTurn], FailFast()]
 
 
+class NoSessionError(HTTPException):
+    """Tell the caller that it has no session of this id. vLLM's log may have the error's text, which names none."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(status_code=404, detail=f"no session {session_id!r}")
+
+    def __str__(self) -> str:
+        """Return what a traceback shows of it (``--log-error-stack``)."""
+        return f"{self.status_code}: the caller has no such session"
+
+
 @router.get("")
 async def list_sessions(request: Request, limit: int = 100) -> dict[str, Any]:
     """Return the caller's stored sessions: id, tokens, turns, bytes, when it was used last (epoch seconds), group."""
@@ -110,7 +121,7 @@ async def export_session(request: Request, session_id: str) -> JSONResponse:
     log = await asyncio.to_thread(served_model_key, engine.vllm_config)
     session = await asyncio.to_thread(_export, session_id, log, payloads)
     if session is None:
-        raise HTTPException(status_code=404, detail=f"no session {session_id!r}")
+        raise NoSessionError(session_id)
     return JSONResponse(session)
 
 
