@@ -1,5 +1,6 @@
 """Exports and imports of sessions, and texts that prime one: what is kept, and what is refused by field."""
 
+import asyncio
 import json
 import tracemalloc
 from collections.abc import Callable
@@ -111,6 +112,35 @@ class TestExportAndImport:
     def test_a_body_without_end_is_refused(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(session_routes, "_MAX_BODY", 1000)
         assert start(ADA).call(ADA, "PUT", "copy", content=b" " * 1001).status_code == 413
+
+    def test_a_caller_that_leaves_within_its_body_is_no_error_of_the_server(self, start: Start) -> None:
+        server = start(ADA)
+        path = "/v1/agentspec/sessions/copy"
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "PUT",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"authorization", f"Bearer {ADA}".encode())],
+        }
+        arriving = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return next(arriving)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def leave() -> None:
+            await server.http.app(scope, receive, send)
+
+        asyncio.run(leave())
+        assert sent[0]["status"] == 400
+        assert server.listed(ADA) == []
 
     def test_a_long_session_comes_in_parts(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("agentspec.server_ext.session_admin._PART_BYTES", 1000)

@@ -25,6 +25,7 @@ import numpy as np
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from starlette.requests import ClientDisconnect
 
 from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
@@ -225,14 +226,17 @@ async def _ask(engine: Any, number: int, *question: Any) -> dict[str, Any]:
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body of a request. Raise 413 once it is longer than _MAX_BODY."""
+    """Return the body of a request. Raise 413 once it is longer than _MAX_BODY, and 400 where it is cut off."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_BODY:
-            why = f"body: at most {_MAX_BODY} bytes are taken at once; each turn or text has to fit into that"
-            how = "`agentspec sessions import` sends the turns of a long export a part at a time"
-            raise HTTPException(status_code=413, detail=f"{why}. {how}")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > _MAX_BODY:
+                why = f"body: at most {_MAX_BODY} bytes are taken at once; each turn or text has to fit into that"
+                how = "`agentspec sessions import` sends the turns of a long export a part at a time"
+                raise HTTPException(status_code=413, detail=f"{why}. {how}")
+    except ClientDisconnect:  # nobody hears of it, and a traceback in the log would help nobody
+        raise _refused("body: the caller left before its end") from None
     return bytes(body)
 
 
