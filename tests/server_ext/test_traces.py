@@ -65,6 +65,31 @@ def test_rejected_tokens_of_a_shared_corpus_are_not_told() -> None:
     assert pairs and {token for token, _ in pairs} == {-1}
 
 
+@pytest.mark.parametrize("length", [0, 1, 7, 20, 21, 23])
+def test_a_trace_ends_where_its_callers_response_does(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The API server finds a stop text after the engine has verified what follows, which may quote another caller."""
+    engine = Engine(tenant="shared")
+    output = [*TEXT[:20], 7, 8, 9]
+    engine.run("a", [1, 2, 3], TEXT, session="one")
+    monkeypatch.setattr(engine.proposer, "finish", lambda *_: None)  # it goes on until it hears of that
+    engine.run("b", [1, 2, 3], output, session="two", detailed=True)
+    before = detail(engine, "b")
+    size = engine.proposer._traces.bytes
+    engine.proposer.note_lengths({"b": length})
+    found = detail(engine, "b")
+    assert [token for step in found for token in step["tokens"]] == output[:length]
+    assert all(len(step["sources"]) <= len(step["tokens"]) for step in found)
+    figures = engine.proposer.request("b")
+    assert figures is not None and figures["tokens"] == length
+    for was, step in zip(before, found, strict=True):
+        assert was["sources"] + was["rejected_sources"] == step["sources"] + step["rejected_sources"]
+        assert len(step["rejected"]) == len(step["rejected_sources"])
+        told = zip(step["rejected"], step["rejected_sources"], strict=True)
+        assert all(token == -1 for token, source in told if source == "global")
+    assert engine.proposer._traces.bytes <= size
+    assert any(len(step["tokens"]) > 5 for step in before), "it must have drafted"
+
+
 def test_an_erased_session_leaves_no_trace() -> None:
     engine = Engine()
     engine.run("a", [1, 2, 3], TEXT, session="s", detailed=True)

@@ -46,9 +46,33 @@ class Trace:
         self._accepted.append(accepted)
         self._rejections.append(len(draft) - accepted)
         self._sources.extend(sources)
-        hides = self._shares
-        for token, source in zip(draft[accepted:], sources[accepted:], strict=True):
-            self._rejected.append(_HIDDEN if hides and source == _SHARED else token)
+        self._rejected.extend(self._told(draft[accepted:], sources[accepted:]))
+
+    def cut(self, count: int) -> None:
+        """Take back the last tokens, which the caller did not get. Those that were drafted count as rejected."""
+        rejected_at, source_at = len(self._rejected), len(self._sources)
+        for step in reversed(range(len(self._lengths))):
+            if count <= 0:
+                break
+            accepted, begin = self._accepted[step], len(self._tokens) - self._lengths[step]
+            rejected_at -= self._rejections[step]
+            source_at -= accepted + self._rejections[step]
+            kept = max(self._lengths[step] - count, 0)
+            count -= self._lengths[step] - kept
+            left = min(accepted, kept)
+            behind = self._tokens[begin + left : begin + accepted]
+            told = self._told(behind, self._sources[source_at + left : source_at + accepted])
+            self._rejected[rejected_at:rejected_at] = array("i", told)
+            self._rejections[step] += accepted - left
+            self._accepted[step], self._lengths[step] = left, kept
+            del self._tokens[begin + kept :]
+
+    def _told(self, tokens: Sequence[int], sources: Sequence[int]) -> list[int]:
+        """Return drafted tokens that the response does not have, without those that may quote others."""
+        return [
+            _HIDDEN if self._shares and source == _SHARED else token
+            for token, source in zip(tokens, sources, strict=True)
+        ]
 
     def drafted(self, tokens: Sequence[int], sources: Sequence[int]) -> None:
         """Note the draft that the next step may verify. sources: indices into SOURCES."""
@@ -58,7 +82,8 @@ class Trace:
         """Return the steps as JSON.
 
         tokens: ids. sources: of the first of them, which were drafted; the last token of a step is the model's own.
-        rejected, rejected_sources: drafted tokens that were not accepted; -1 for an id that is not told.
+        rejected, rejected_sources: drafted tokens that were not accepted, or lie behind the end of what the caller got;
+        -1 for an id that is not told.
         """
         steps, at, rejected_at, source_at = [], 0, 0, 0
         for length, accepted, rejected in zip(self._lengths, self._accepted, self._rejections, strict=True):
@@ -109,6 +134,14 @@ class Traces:
             if not trace.dropped:
                 before = trace.bytes
                 trace.add(tokens, drafted, accepted)
+                self._grow(trace.bytes - before)
+
+    def cut(self, trace: Trace, count: int) -> None:
+        """Take back the last tokens of a trace, unless it was dropped."""
+        with self._lock:
+            if not trace.dropped:
+                before = trace.bytes
+                trace.cut(count)
                 self._grow(trace.bytes - before)
 
     def erase(self, session: str) -> None:

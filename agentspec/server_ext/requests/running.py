@@ -79,7 +79,10 @@ class RunningRequests:
             if state is not None and state.told_length is None:
                 state.told_length = length
                 counted = state.counted_length - state.prompt_length - state.uncounted
-                state.figures.take_back(max(counted - length, 0))
+                behind = max(counted - length, 0)
+                state.figures.take_back(behind)
+                if state.trace is not None:
+                    self._traces.cut(state.trace, behind)
 
     def states(self) -> list[RequestState]:
         """Return the states of all requests that run, or wait for their start or end. Any thread may call it."""
