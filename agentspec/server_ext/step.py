@@ -178,6 +178,8 @@ class RequestState:
     """steps of its batch that its figures count"""
     uncounted: int = 0
     """tokens of its text that its figures leave out, because they lie behind the end of the response"""
+    latest: list[tuple[int, list[int]]] = field(default_factory=list)
+    """its latest steps with accepted tokens: tokens of its text before each, and those accepted tokens by source"""
     draft_source: str | None = None
     """source of the first token of its latest draft, for the step record"""
     draft_ns: int = 0

@@ -55,6 +55,23 @@ def test_what_is_accepted_behind_the_end_of_a_response_is_nobodys(told_first: bo
     assert 5 >= figures["tokens"] >= figures["accepted"]
 
 
+@pytest.mark.parametrize("length", [0, 1, 2, 5, 17, 18, 19, 31, 33, 40, 43])
+def test_of_what_was_accepted_the_figures_have_what_the_caller_got(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    engine.run("a", [1, 2, 3], TEXT)
+    monkeypatch.setattr(engine.proposer, "finish", lambda *_: None)  # it goes on until it hears of the stop text
+    engine.run("b", [1, 2, 3], [*TEXT[:30], 7, 8, 9, *TEXT[40:50]], detailed=True)
+    before = engine.proposer.request("b")
+    assert before is not None and before["accepted"] > 30
+    engine.proposer.note_lengths({"b": length})
+    figures = engine.proposer.request("b")
+    assert figures is not None and figures["drafted"] == before["drafted"]
+    accepted = sum(len(step["sources"]) for step in figures["detail"])
+    assert figures["accepted"] == sum(figures["accepted_by_source"].values()) == accepted
+
+
 @pytest.mark.parametrize(("repetition", "tokens"), [(Repetition(1, 4, 2), 7), (Repetition(4, 9, 2), 10), (None, 10)])
 def test_what_is_accepted_behind_a_repetition_that_ends_the_response_is_not_counted(
     repetition: Repetition | None, tokens: int

@@ -11,6 +11,9 @@ from agentspec.server_ext.figures.step_record import StepRecord
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.step import RequestState, Step
 
+_LATEST_STEPS = 4
+"""Steps of a request that the engine may have taken behind a stop text until it hears of that."""
+
 
 class Accounts:
     """Count steps. A row's steps without drafts are counted together: at its next draft, or when somebody asks.
@@ -107,8 +110,11 @@ class Accounts:
             state.counted_steps = lookup.steps
             added = self._count_gained(state, step, engine_rows[i], lengths[i])
             drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
-            if state.told_length is not None or state.uncounted:
-                state.figures.take_back(0)  # what this step accepted lies behind the end of the response
+            if accepted > added:  # the others lie behind the end of the response
+                state.figures.leave_out(by_source[1], added)
+            if accepted:
+                state.latest.append((state.counted_length, by_source[1]))
+                del state.latest[:-_LATEST_STEPS]
             begin, end = drafts.offsets[i], drafts.offsets[i + 1]
             if state.trace is not None:
                 said = step.tokens[engine_rows[i], state.counted_length : state.counted_length + added].tolist()

@@ -47,6 +47,16 @@ class RequestFigures:
             most = max(self.accepted)
             self.accepted[self.accepted.index(most)] = max(most - over, 0)
 
+    def leave_out(self, accepted: list[int], kept: int) -> None:
+        """Leave out the accepted tokens of a step, but so many. accepted: by source; has the others afterwards."""
+        over = sum(accepted) - kept
+        while over > 0:
+            source = accepted.index(max(accepted))
+            gone = min(over, accepted[source])
+            accepted[source] -= gone
+            self.accepted[source] -= gone
+            over -= gone
+
     def as_dict(self, request_id: str) -> dict[str, Any]:
         """Return the figures as JSON: tokens, verification steps, steps with a draft, drafted and accepted tokens."""
         return {

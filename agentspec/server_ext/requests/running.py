@@ -79,7 +79,9 @@ class RunningRequests:
             if state is not None and state.told_length is None:
                 state.told_length = length
                 counted = state.counted_length - state.prompt_length - state.uncounted
-                behind = max(counted - length, 0)
+                behind, end = max(counted - length, 0), state.prompt_length + length
+                for begin, accepted in state.latest:
+                    state.figures.leave_out(accepted, max(end - begin, 0))
                 state.figures.take_back(behind)
                 if state.trace is not None:
                     self._traces.cut(state.trace, behind)
