@@ -28,6 +28,7 @@ HeaderOption = Annotated[
 _SECONDS = 60.0
 _OTHER_RELEASE = "is it of another release of agentspec?"
 _TRUST = "; if you trust this server, name a file with its authority's certificate in the variable SSL_CERT_FILE"
+_ENCODE = "give http:// or https://, then user:password@host, with special characters of both percent-encoded"
 _WHITE = " \t"
 """What a server drops around a header's value. Other spaces tell two names of a gateway apart."""
 
@@ -57,7 +58,8 @@ def server_at(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
             " a header's name"
         ) from None
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise ConfigurationError(f"--url {without_secrets(url)}: {error}") from None
+        why = _ENCODE if "@" in url else error  # its text may quote a part of a password
+        raise ConfigurationError(f"--url {without_secrets(url)}: {why}") from None
     except httpx.HTTPError as error:
         remedy = _TRUST if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
         raise StoreUnavailableError(

@@ -181,7 +181,12 @@ def test_a_server_that_does_not_answer_is_named(agentspec: Program) -> None:
 @pytest.mark.parametrize("command", [("sessions", "list"), ("top", "--once")])
 @pytest.mark.parametrize(
     "url",
-    ["http://ada:hunter2@127.0.0.1:1/v1?key=hunter2", "htp://ada:hunter2@localhost", "http://ada:hunter2@localhost:x"],
+    [
+        "http://ada:hunter2@127.0.0.1:1/v1?key=hunter2",
+        "htp://ada:hunter2@localhost",
+        "http://ada:hunter2@localhost:x",
+        "http://ada:hunter2#@localhost",
+    ],
 )
 def test_a_password_in_the_address_is_not_shown(agentspec: Program, command: tuple[str, ...], url: str) -> None:
     status, printed = agentspec(*command, "--url", url)

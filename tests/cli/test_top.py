@@ -119,6 +119,14 @@ def test_where_all_callers_are_one_the_rest_is_shown(
     assert status == 0 and "no sessions: all callers of this server are one" in printed and row(printed, "global")
 
 
+def test_the_heading_has_no_password_of_a_gateway(
+    agentspec: Program, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_calls(monkeypatch, start(engines=1))
+    status, printed = agentspec("top", "--once", "--interval", "0.1", "--url", "http://ada:hunter2@gateway")
+    assert status == 0 and "***@gateway" in printed and "hunter2" not in printed
+
+
 @pytest.mark.parametrize(
     ("url", "message"), [("http://127.0.0.1:1", "does not answer"), ("ftp://x", "--url ftp://x"), ("x", "--url x")]
 )

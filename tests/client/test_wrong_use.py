@@ -59,6 +59,28 @@ def test_an_option_that_cannot_work_is_named(field: str, value: Any) -> None:
         AgentClient(**{"base_url": "http://localhost:8000/v1", "model": "small", field: value})
 
 
+@pytest.mark.parametrize("name", ["base_url", "OPENAI_BASE_URL"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://ada:hunter2@host/v1",
+        "ada:hunter2@host:8000",
+        "http://ada:hunter2@host:x",
+        "http://ada:hunter2#@host",
+        "ftp://ada:hun?ter2@host",
+    ],
+)
+@pytest.mark.parametrize("client", [AgentClient, AsyncAgentClient])
+def test_an_address_that_cannot_work_is_named_without_its_password(
+    client: Any, url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name != "base_url":
+        monkeypatch.setenv(name, url)
+    with pytest.raises(ConfigurationError, match=rf"^{name}: .* needed, not .*\*\*\*@") as caught:
+        client(base_url=url if name == "base_url" else None, model="small", store=None)
+    assert "hun" not in str(caught.value) and "ter2" not in str(caught.value)
+
+
 @pytest.mark.parametrize("client", [AgentClient, AsyncAgentClient])
 @pytest.mark.parametrize(
     ("option", "value"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from agentspec.addresses import without_secrets
 from agentspec.cache.store.base import Store
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
 from agentspec.errors import StoreUnavailableError, StoreURLError
@@ -123,13 +124,7 @@ def redact(url: str) -> str:
     """Return ``url`` without user, password and query, for messages."""
     if url.lower().startswith("sqlite:"):
         return url  # a path, in which @ and ? mean nothing
-    # Cut up to the last @, so that a password with an unescaped / ? or @ is removed completely.
-    before, found, after = url.rpartition("@")
-    if found:
-        scheme, slashes, _ = before.partition("//")
-        url = (scheme + slashes if slashes else "") + "***@" + after
-    shown, query, _ = url.partition("?")
-    return shown + ("?…" if query else "")
+    return without_secrets(url)
 
 
 def _refused(url: str, why: str) -> StoreURLError:
