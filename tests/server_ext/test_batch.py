@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from agentspec.server_ext.identity import RequestTagger, identify
+from agentspec.server_ext.identity import PREDICTION_KEY, QUOTABLE_KEY, RequestTagger, identify
 from agentspec.server_ext.identity.callers import Callers
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Step
@@ -116,6 +116,15 @@ def test_requests_are_read_before_their_prompts_are_computed(runner: Runner) -> 
     assert (new.request_id, new.identity) == ("b", identify(extra_args("of-b")))
     assert np.shares_memory(new.prompt, runner.input_batch.token_ids_cpu[1, :10])
     assert list(new.prompt) == list(range(10))
+
+
+def test_text_that_came_with_a_request_is_taken_out_of_what_vllm_may_print(runner: Runner) -> None:
+    runner.add("a")
+    extra = runner.requests["a"].sampling_params.extra_args
+    extra |= {PREDICTION_KEY: [5, 6], QUOTABLE_KEY: np.array([7, 8], np.int32).tobytes()}
+    (new,) = runner.reader.begun(runner, [SimpleNamespace(req_id="a")])
+    assert (list(new.prediction), list(new.quotable)) == ([5, 6], [7, 8])
+    assert extra == extra_args("of-a")
 
 
 def test_a_number_that_is_no_token_ends_no_response(runner: Runner) -> None:

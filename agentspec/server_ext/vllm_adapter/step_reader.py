@@ -222,8 +222,9 @@ class StepReader:
             api_id=api_request_id(request_id),
             call=str(extra.get(CALL_KEY, "")),
             detailed=bool(extra.get(DETAIL_KEY)),
-            prediction=extra.get(PREDICTION_KEY, ()),
-            quotable=np.frombuffer(extra.get(QUOTABLE_KEY, b""), np.int32),
+            # These are text, and vLLM prints the parameters of all requests when an engine fails.
+            prediction=extra.pop(PREDICTION_KEY, ()),
+            quotable=np.frombuffer(extra.pop(QUOTABLE_KEY, b""), np.int32),
             repetition=repetition_of(params),
         )
 
