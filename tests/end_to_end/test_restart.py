@@ -132,6 +132,27 @@ def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None
     assert '"error"' in whole.text and '"error"' in streamed.text
 
 
+def test_an_engine_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    """And saves before. By itself vLLM's stays alive, and a GPU's memory with it."""
+    server = ModelServer(
+        MODEL,
+        options=OPTIONS,
+        name="demo",
+        log=tmp_path / "server.log",
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{tmp_path}/server.db"},
+    )
+    with server:
+        complete(server, code(907, 12), "killed")
+        wait_for(lambda: all_stored(server))
+        assert server.process_id is not None
+        started = psutil.Process(server.process_id).children(recursive=True)
+        assert any("EngineCore" in "".join(process.cmdline()) for process in started)
+        os.kill(server.process_id, signal.SIGKILL)
+        _, alive = psutil.wait_procs(started, timeout=SAVE_SECONDS + 30)
+        assert not alive
+    assert list(tmp_path.glob("server.db-*.snapshot"))
+
+
 @pytest.mark.store
 def test_redis_dies_and_returns_and_serves_the_next_process() -> None:
     prompt = code(902, 12)

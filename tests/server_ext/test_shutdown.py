@@ -1,7 +1,9 @@
 """Engines get the time to save when the server is stopped, and no other engine gets more than vLLM gives it."""
 
 import asyncio
+import multiprocessing
 import os
+import signal
 import threading
 import time
 from functools import partial
@@ -145,3 +147,32 @@ def test_a_client_without_requests_or_loop_is_shut_down_as_ever() -> None:
     shutdown.shut_down_client(lambda _, timeout: ended.append(timeout), client, timeout=0)
     shutdown.shut_down_client(lambda _, timeout: ended.append(timeout), SimpleNamespace(), timeout=1)  # half made
     assert ended == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "ends"), [("EngineCore_DP0", True, True), ("EngineCore", False, False), ("MyTrainer", True, False)]
+)
+def test_only_a_process_that_vllm_made_for_an_engine_of_ours_ends_with_its_parent(
+    name: str, ours: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died, ended = threading.Event(), threading.Event()
+    parent = SimpleNamespace(join=died.wait)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(name=name))
+    monkeypatch.setattr(shutdown, "SAVE_SECONDS", 0.0)
+    calls: list[Any] = []
+    monkeypatch.setattr(os, "kill", lambda *what: calls.append(what))
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    scheduler = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=OURS if ours else None))
+    shutdown.init_scheduler(lambda _, kept: calls.append(kept), scheduler, kept="as it is")
+    assert calls == ["as it is"] and not ended.wait(0.1)
+    died.set()
+    assert ended.wait(10 if ends else 0.1) is ends
+    assert calls == ["as it is", *([(os.getpid(), signal.SIGTERM)] if ends else [])]
+
+
+def test_an_engine_without_a_parent_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in a program's own process."""
+    monkeypatch.setattr(threading, "Thread", None)
+    scheduler = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=OURS))
+    shutdown.init_scheduler(lambda _: None, scheduler)

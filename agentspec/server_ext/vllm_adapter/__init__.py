@@ -10,7 +10,8 @@ Before an engine is made:
 In the API server:
 
 ``frontend``            writes identities into requests, and asks the engines for their figures
-``shutdown``            gives engines the time to save when a server is stopped, and its callers an answer
+``shutdown``            gives engines the time to save when a server is stopped, and its callers an answer; ends engines
+                        whose parent was killed
 
 In the engine core and its workers:
 
@@ -243,6 +244,8 @@ PATCHES = (
           "lays it out for the drafts that there are", since=(0, 33)),
     Patch("engine core", _SCHEDULER, "__init__", cheap_steps.init_scheduler,
           "fills no request up with placeholders of the longest draft"),
+    Patch("engine core", _SCHEDULER, "__init__", shutdown.init_scheduler,
+          "ends the process with the one that started it"),
     Patch("engine core", _SCHEDULER, "update_from_output", cheap_steps.update_from_output,
           "notes whether the step drafted anything, sends a rollout's figures of drafts before a stop text"),
     Patch("engine core", _CORE, "post_step", cheap_steps.post_step,

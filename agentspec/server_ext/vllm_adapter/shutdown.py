@@ -6,9 +6,12 @@ in a folder that their manager made.
 """
 
 import contextlib
+import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +27,8 @@ _FOLDER = "AGENTSPEC_SAVED"
 _ATTRIBUTE = "agentspec_saved"
 """Attribute of vLLM's manager of engine processes: the folder, or None where engines have nothing to save."""
 _POLL_SECONDS = 0.02
+_CORE_NAME = "EngineCore"
+"""Beginning of the name of each process that vLLM makes for an engine core."""
 
 
 def init_engine_manager(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,6 +76,28 @@ def shut_down_client(original: Callable[..., None], client: Any, *args: Any, **k
 
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
         reader.get_loop().call_soon_threadsafe(client.output_processor.propagate_error, EngineDeadError())
+
+
+def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Let an engine core's process end with the one that started it, if it drafts with agentspec.
+
+    By itself it outlives a program that was killed (kill -9, out of memory). Then the GPU's memory stays taken, and the
+    program cannot be started again.
+    """
+    original(scheduler, *args, **kwargs)
+    parent = multiprocessing.parent_process()
+    # A trainer may run an engine in a process of its own. When that ends is not ours to say.
+    is_core = parent is not None and multiprocessing.current_process().name.startswith(_CORE_NAME)
+    if is_core and uses_agentspec(scheduler.vllm_config):
+        threading.Thread(target=_end_after, args=(parent,), name="agentspec-parent", daemon=True).start()
+
+
+def _end_after(parent: Any) -> None:
+    """Wait for the parent's death, and end this process: by its own shutdown, which saves, or else at once."""
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(SAVE_SECONDS)
+    os._exit(1)
 
 
 def note_saved() -> None:
