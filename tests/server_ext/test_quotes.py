@@ -122,18 +122,17 @@ def test_a_conversation_costs_what_is_new_in_it() -> None:
     for turn in range(1, 20):
         messages.append({"role": "tool", "content": f"{turn}\n" * 50})
         found = reader.read(json.dumps({"messages": messages, "tools": TOOLS}).encode())
-        assert tokenizer.encoded == len(found) == reader.tokens - turn
+        assert tokenizer.encoded == len(found) == (reader.held_bytes - turn * quotes._ENTRY_BYTES) / 4
 
 
 def test_what_is_remembered_is_bounded_at_ten_times_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotes, "_KEPT_TOKENS", 10_000)
+    monkeypatch.setattr(quotes, "_KEPT_BYTES", 67_200)
     reader = Quotes(Tokenizer(), 500)
     for turn in range(1000):
         body = {"messages": [{"role": "tool", "content": f"{turn:06}\n" * 13}], "tools": TOOLS}
         assert len(reader.read(json.dumps(body).encode())) == 13 * 8
-        assert reader.tokens <= 10_000
-    assert reader.tokens > 9_000
-    assert reader.tokens == sum(len(tokens) + 1 for tokens in reader._known.values())
+        assert reader.held_bytes <= 67_200
+    assert reader.held_bytes == 67_200 == len(reader._known) * (4 * 13 * 8 + quotes._ENTRY_BYTES)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])

@@ -20,7 +20,8 @@ from agentspec.errors import InvalidInputError
 from agentspec.server_ext.api.session_texts import encode_text
 from agentspec.server_ext.step import Int32
 
-_KEPT_TOKENS = 2_000_000  # 8 MB
+_KEPT_BYTES = 8_000_000
+_ENTRY_BYTES = 256  # of a text that is remembered, beside its tokens
 _LONGEST_TOKEN = 16  # characters of a token, at most, on average over a text that is read whole
 _LEAST_TEXT = 24  # characters
 _NUMBERED = re.compile(r" *L?(\d{1,9})(?:\t|→|\| ?|:)")
@@ -42,8 +43,8 @@ class Quotes:
         self._held = 0
 
     @property
-    def tokens(self) -> int:
-        """Return how many tokens are remembered."""
+    def held_bytes(self) -> int:
+        """Return the memory that the remembered texts take, about."""
         return self._held
 
     def read(self, body: bytes) -> Int32:
@@ -79,9 +80,9 @@ class Quotes:
             fresh = np.zeros(0, np.int32)
         with self._lock:
             if self._known.setdefault(key, fresh) is fresh:
-                self._held += len(fresh) + 1
-            while self._held > _KEPT_TOKENS:
-                self._held -= len(self._known.popitem(last=False)[1]) + 1
+                self._held += fresh.nbytes + _ENTRY_BYTES
+            while self._held > _KEPT_BYTES:
+                self._held -= self._known.popitem(last=False)[1].nbytes + _ENTRY_BYTES
         return fresh
 
 
