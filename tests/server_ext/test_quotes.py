@@ -179,6 +179,25 @@ def test_settings_switch_it_off(start: Start, settings: dict[str, Any]) -> None:
     assert seen == [b""]
 
 
+def test_a_tokenizer_that_fails_costs_no_answer(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server, engine = start()
+    engine.get_tokenizer = lambda: SimpleNamespace(encode=lambda *_, **__: 1 // 0)  # type: ignore[attr-defined]
+    seen: list[bytes] = []
+
+    async def answer(request: Request) -> dict[str, Any]:
+        sender = frontend.presented()
+        assert sender is not None
+        seen.append(sender.quotable)
+        return {"id": "r"}
+
+    assert isinstance(server.app, FastAPI)
+    server.app.post("/v1/chat/completions")(answer)
+    with caplog.at_level("ERROR", "vllm.agentspec"):
+        assert [server.post("/v1/chat/completions", json=BODY).status_code for _ in range(3)] == [200] * 3
+    assert seen == [b""] * 3
+    assert caplog.text.count("what tool calls may quote cannot be read") == 1
+
+
 def test_texts_are_told_apart_from_instructions() -> None:
     said = [{"role": role, "content": f"{role}\n" * 9} for role in ("system", "user", "assistant", "tool", "developer")]
     assert quotable_texts({"messages": said, "tools": TOOLS}) == ["user\n" * 9, "tool\n" * 9]

@@ -50,7 +50,8 @@ class Quotes:
     def read(self, body: bytes) -> Int32:
         """Return the tokens that the request in this body may quote, int32 [Q]; none if it calls no tools.
 
-        Of more than ``most``, those of the newest texts. Never raises: vLLM says what is wrong with a body.
+        Of more than ``most``, those of the newest texts. Raises what the tokenizer does, and nothing for a body that
+        is wrong: vLLM says so.
         """
         left, parts, seen = self._most, list[Int32](), set[bytes]()
         try:

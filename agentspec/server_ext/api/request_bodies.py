@@ -1,6 +1,7 @@
 """Read in a request's body what it drafts from beside its prompt: a prediction, and what its tool calls may quote."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.step import Int32
 from agentspec.server_ext.vllm_adapter.frontend import drafting_from, engine_of, path_of, tokenizer_of
 
+logger = logging.getLogger("vllm.agentspec")
+
 _CHAT = "/v1/chat/completions"
 _QUOTING = (_CHAT, "/v1/responses", "/v1/messages")
 _PREDICTION = b'"prediction"'  # text inside of a JSON string has backslashes before the quotes
@@ -28,6 +31,7 @@ class BodyMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._quotes: Quotes | None = None
+        self._failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request. One without a prediction and without tools passes unchanged."""
@@ -58,7 +62,13 @@ class BodyMiddleware:
         if self._quotes is None:
             settings = load_settings(engine.vllm_config.additional_config)
             self._quotes = Quotes(tokenizer, settings.quote_tokens if settings.enabled else 0)
-        return (), self._quotes.read(body)
+        try:
+            return (), self._quotes.read(body)
+        except Exception:  # a tokenizer may raise anything, and vLLM may answer all the same
+            if not self._failed:
+                self._failed = True
+                logger.exception("agentspec: what tool calls may quote cannot be read; such requests draft without it")
+            return _NOTHING
 
 
 async def _read(receive: Receive) -> tuple[bytes, Receive]:
