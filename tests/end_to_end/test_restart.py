@@ -58,6 +58,13 @@ def all_stored(server: ModelServer) -> bool:
     return bool(stats["running"] == stats["store"]["writer"]["queued"] == 0)
 
 
+def server_in(folder: Path, *options: str) -> ModelServer:
+    """A server of its own, with store and log in a folder."""
+    environment = {**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{folder}/server.db"}
+    log = folder / "server.log"
+    return ModelServer(MODEL, options=(*OPTIONS, *options), name="demo", log=log, environment=environment)
+
+
 def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, database: Path, tmp_path: Path) -> None:
     """Started again, it also has a public corpus, from a text that nobody's requests have left behind."""
     prompt, published = code(901, 12), code(905, 12)
@@ -87,13 +94,7 @@ def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, databas
 
 def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> None:
     """In the middle of a request, whose caller hears of its end. By itself vLLM kills its engines at once."""
-    server = ModelServer(
-        MODEL,
-        options=(*OPTIONS, *PRICED),
-        name="demo",
-        log=tmp_path / "server.log",
-        environment={**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{tmp_path}/server.db"},
-    )
+    server = server_in(tmp_path, *PRICED)
     with server, ThreadPoolExecutor(OPEN) as pool:
         complete(server, code(907, 12), "stopped")
         body = {"model": "demo", "prompt": "def ", "max_tokens": 900, "ignore_eos": True, "temperature": 1}
@@ -111,7 +112,7 @@ def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> Non
 
 def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None:
     """By itself vLLM leaves them waiting for their own timeouts, and the server for them."""
-    server = ModelServer(MODEL, options=OPTIONS, name="demo", log=tmp_path / "server.log", environment=ENVIRONMENT)
+    server = server_in(tmp_path)
     body = {"model": "demo", "prompt": "def ", "max_tokens": 900, "ignore_eos": True, "temperature": 1}
     with server, ThreadPoolExecutor(2) as pool:
         requests = [
@@ -134,13 +135,7 @@ def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None
 
 def test_an_engine_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
     """And saves before. By itself vLLM's stays alive, and a GPU's memory with it."""
-    server = ModelServer(
-        MODEL,
-        options=OPTIONS,
-        name="demo",
-        log=tmp_path / "server.log",
-        environment={**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{tmp_path}/server.db"},
-    )
+    server = server_in(tmp_path)
     with server:
         complete(server, code(907, 12), "killed")
         wait_for(lambda: all_stored(server))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.testclient import TestClient
 
 from agentspec.cache.types import MAX_PREDICTION
 from agentspec.server_ext.api import quotes
@@ -160,14 +161,11 @@ def test_they_reach_the_engine_of_their_request_alone_and_cannot_be_forged(start
     assert [extra.get(PREDICTION_KEY) for _, extra in seen] == [None, [97, 98, 99] if is_chat else None, None, None]
 
 
-@pytest.mark.parametrize("settings", [{"quote_tokens": 0}, {"enabled": False}])
-def test_settings_switch_it_off(start: Start, settings: dict[str, Any]) -> None:
-    server, engine = start()
-    engine.get_tokenizer = lambda: Tokenizer()  # type: ignore[attr-defined]
-    engine.vllm_config.additional_config = {"agentspec": settings}
+def note_quotable(server: TestClient) -> list[bytes]:
+    """Let a server answer chats. Returns what each of them may quote, as they come."""
     seen: list[bytes] = []
 
-    async def answer(request: Request) -> dict[str, Any]:
+    async def answer() -> dict[str, Any]:
         sender = frontend.presented()
         assert sender is not None
         seen.append(sender.quotable)
@@ -175,6 +173,15 @@ def test_settings_switch_it_off(start: Start, settings: dict[str, Any]) -> None:
 
     assert isinstance(server.app, FastAPI)
     server.app.post("/v1/chat/completions")(answer)
+    return seen
+
+
+@pytest.mark.parametrize("settings", [{"quote_tokens": 0}, {"enabled": False}])
+def test_settings_switch_it_off(start: Start, settings: dict[str, Any]) -> None:
+    server, engine = start()
+    engine.get_tokenizer = lambda: Tokenizer()  # type: ignore[attr-defined]
+    engine.vllm_config.additional_config = {"agentspec": settings}
+    seen = note_quotable(server)
     server.post("/v1/chat/completions", json=BODY)
     assert seen == [b""]
 
@@ -182,16 +189,7 @@ def test_settings_switch_it_off(start: Start, settings: dict[str, Any]) -> None:
 def test_a_tokenizer_that_fails_costs_no_answer(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     server, engine = start()
     engine.get_tokenizer = lambda: SimpleNamespace(encode=lambda *_, **__: 1 // 0)  # type: ignore[attr-defined]
-    seen: list[bytes] = []
-
-    async def answer(request: Request) -> dict[str, Any]:
-        sender = frontend.presented()
-        assert sender is not None
-        seen.append(sender.quotable)
-        return {"id": "r"}
-
-    assert isinstance(server.app, FastAPI)
-    server.app.post("/v1/chat/completions")(answer)
+    seen = note_quotable(server)
     with caplog.at_level("ERROR", "vllm.agentspec"):
         assert [server.post("/v1/chat/completions", json=BODY).status_code for _ in range(3)] == [200] * 3
     assert seen == [b""] * 3

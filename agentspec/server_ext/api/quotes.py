@@ -24,6 +24,7 @@ _KEPT_BYTES = 8_000_000
 _ENTRY_BYTES = 256  # of a text that is remembered, beside its tokens
 _LONGEST_TOKEN = 16  # characters of a token, at most, on average over a text that is read whole
 _LEAST_TEXT = 24  # characters
+_ESCAPED = re.compile(r'["\\\x00-\x1f]')  # what JSON spells otherwise
 _NUMBERED = re.compile(r" *L?(\d{1,9})(?:\t|→|\| ?|:)")
 _SAYS_NOTHING_NEW = ("assistant", "system", "developer")
 """Roles whose texts are not read: what the model said in calls is JSON already, and instructions are seldom quoted."""
@@ -115,7 +116,7 @@ def quotable_texts(request: Any) -> list[str]:
     for item in items:
         if isinstance(item, dict) and item.get("role") not in _SAYS_NOTHING_NEW and item.get("type") != "reasoning":
             found += [*_strings(item.get("content")), *_strings(item.get("output"))]
-    return [text for text in found if len(text) >= _LEAST_TEXT and json.dumps(text, ensure_ascii=False)[1:-1] != text]
+    return [text for text in found if len(text) >= _LEAST_TEXT and _ESCAPED.search(text)]
 
 
 def _calls_tools(request: dict[str, Any]) -> bool:

@@ -43,19 +43,12 @@ class RequestFigures:
     def take_back(self, tokens: int) -> None:
         """Leave out tokens that the caller did not get, and those accepted tokens that must have been among them."""
         self.tokens -= tokens
-        while (over := sum(self.accepted) - max(self.tokens - 1, 0)) > 0:  # the first token is never a draft's
-            most = max(self.accepted)
-            self.accepted[self.accepted.index(most)] = max(most - over, 0)
+        _cut(self.accepted, max(self.tokens - 1, 0))  # the first token is never a draft's
 
     def leave_out(self, accepted: list[int], kept: int) -> None:
         """Leave out the accepted tokens of a step, but so many. accepted: by source; has the others afterwards."""
-        over = sum(accepted) - kept
-        while over > 0:
-            source = accepted.index(max(accepted))
-            gone = min(over, accepted[source])
-            accepted[source] -= gone
+        for source, gone in enumerate(_cut(accepted, kept)):
             self.accepted[source] -= gone
-            over -= gone
 
     def as_dict(self, request_id: str) -> dict[str, Any]:
         """Return the figures as JSON: tokens, verification steps, steps with a draft, drafted and accepted tokens."""
@@ -70,6 +63,16 @@ class RequestFigures:
             "accepted_by_source": dict(zip(SOURCES, self.accepted, strict=True)),
             **({} if self.trace is None else {"detail": self.trace.as_list()}),
         }
+
+
+def _cut(tokens: list[int], most: int) -> list[int]:
+    """Cut tokens by source to so many in all, from the largest source on. Return what went of each."""
+    gone = [0] * len(tokens)
+    while (over := sum(tokens) - most) > 0:
+        largest = tokens.index(max(tokens))
+        gone[largest] = min(over, tokens[largest])
+        tokens[largest] -= gone[largest]
+    return gone
 
 
 class Histogram:
