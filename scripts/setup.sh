@@ -40,6 +40,15 @@ apt_install() {
 
 has_cuda() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
+# false where a new environment does not fit on the disk: it takes 4.2 GB, with CUDA more, and room for downloads
+has_room() {
+  local needed=5 free
+  free=$(df -Pk . | awk 'END { print int($4 / 1048576) }')
+  [ "$free" -ge "$needed" ] && return 0
+  say "$venv needs $needed GB of disk, and only $free are free here: make room, or use another disk"
+  return 1
+}
+
 environment() {
   local python=${PYTHON:-python3}
   "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || {
@@ -47,6 +56,7 @@ environment() {
     exit 1
   }
   : >"$log"
+  [ -x "$venv/bin/python" ] || has_room || exit 1
   [ -x "$venv/bin/python" ] || run "creating $venv" "$python" -m venv "$venv"
   local pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
   if has_cuda; then
