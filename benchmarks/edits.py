@@ -1,22 +1,25 @@
-"""Replay the commits of git repositories as edits by a model, and draft what its tool calls quote from the prompt.
+"""Replay the commits of git repositories as edits by a model, and draft what its responses quote from the prompt.
 
     python benchmarks/edits.py --repo DIR --repo DIR --tokenizer FILE_OR_MODEL [--calls 350] [--traces OUT] [--json]
 
-A call's prompt is a file before a commit, and the commit's subject. Its response is the edit: the arguments of
-`str_replace` calls as JSON (edit_json), a unified diff (edit_diff), or the whole file (edit_whole). A session is a
-file. Each is replayed with agentspec's defaults, at a given price, with and without what the server adds for requests
-with tools (`quote_tokens`). `--traces` writes the calls for `drafting.py --limits defaults`, which counts the other
-drafters.
+A call's prompt is a file before a commit, and the commit's subject. The file is shown as it is (plain), with a number
+in front of each line (numbered), or as a string in the JSON of a tool's result (result). The response is the edit: the
+arguments of `str_replace` calls as JSON (json), the same between tags (tags), a unified diff (diff), the JSON of an
+`apply_patch` call (patch), or the whole file (whole). A session is a file. Each is replayed with agentspec's defaults,
+at a given price, with and without what the server adds (`quote_tokens`). `--traces` writes the calls for `drafting.py
+--limits defaults`, which counts the other drafters.
 """
 
 import argparse
 import base64
 import difflib
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +37,36 @@ LONGEST, LONGEST_WHOLE = 30_000, 12_000  # characters of a file
 COMMITS = 700  # newest ones that are looked at
 END = 2
 LINE = (
-    "{workload:10} price {price:<5} quotes {quotes!s:5} {tokens:8,} tokens in {steps:7,} steps "
+    "{workload:14} price {price:<5} quotes {quotes!s:5} {tokens:8,} tokens in {steps:7,} steps "
     "({tokens_per_step:.3f}), throughput {throughput:.3f}"
 )
 
-Edit = tuple[str, str, str]
-"""Session, prompt and response."""
+TAGS = "<function=str_replace>\n{}</function>"
+TAG = "<parameter={}>\n{}</parameter>\n"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """An edit of a file. shown: the file before it, in one of the forms. response: the edit, in the form ``kind``."""
+
+    file: str
+    subject: str
+    shown: str
+    kind: str
+    response: str
+
+    @property
+    def prompt(self) -> str:
+        return f"File {self.file}:\n```\n{self.shown}```\n{self.subject}\n"
+
+    @property
+    def body(self) -> bytes:
+        """Return what a client would send, as far as quoting depends on it."""
+        shown = {"role": "tool", "content": self.shown}
+        if self.kind == "diff":
+            return json.dumps({"messages": [{"role": "system", "content": "Answer with a ```diff."}, shown]}).encode()
+        tool = {"name": "apply_patch" if self.kind == "patch" else "str_replace"}
+        return json.dumps({"messages": [shown], "tools": [{"type": "function", "function": tool}]}).encode()
 
 
 class QuotingCache(SuffixCache):
@@ -78,14 +105,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     options = parser.parse_args(arguments)
     tokenizer = open_tokenizer(options.tokenizer)
-    edits: dict[str, list[Edit]] = {"edit_json": [], "edit_diff": [], "edit_whole": []}
+    edits: dict[str, list[Edit]] = {}
     for repo in options.repo:
-        for count, (name, before, after, subject) in enumerate(changes(repo)):
-            if count == options.calls:
-                break
-            for kind, response in responses(name, before, after):
-                prompt = f"File {name}:\n```\n{before}```\n{subject}\n"
-                edits[kind].append((f"{repo.name}/{name}", prompt, response))
+        for name, before, after, subject in itertools.islice(changes(repo), options.calls):
+            for form, response in responses(name, before, after):
+                for view, shown in views(before):
+                    edit = Edit(f"{repo.name}/{name}", subject, shown, form, response)
+                    edits.setdefault(f"{view}_{form}", []).append(edit)
     rows = []
     for kind, of_kind in edits.items():
         calls = [call_of(number, edit, tokenizer) for number, edit in enumerate(of_kind, 1)]
@@ -127,25 +153,37 @@ def changes(repo: Path) -> Iterator[tuple[str, str, str, str]]:
                     yield name, before, after, subject
 
 
+def views(text: str) -> Iterator[tuple[str, str]]:
+    """Yield what a file looks like in each form."""
+    yield "plain", text
+    yield "numbered", "".join(f"{number:6}\t{line}" for number, line in enumerate(text.splitlines(True), 1))
+    yield "result", json.dumps({"output": text, "metadata": {"exit_code": 0}}, ensure_ascii=False)
+
+
 def responses(name: str, before: str, after: str) -> Iterator[tuple[str, str]]:
     """Yield an edit in each form."""
     old, new = before.splitlines(True), after.splitlines(True)
     calls = []
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(2):
         (_, a, _, c, _), (_, _, b, _, d) = group[0], group[-1]
-        asked = {"path": name, "old_string": "".join(old[a:b]), "new_string": "".join(new[c:d])}
-        calls.append({"name": "str_replace", "arguments": asked})
-    yield "edit_json", "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
-    yield "edit_diff", f"```diff\n{''.join(difflib.unified_diff(old, new, f'a/{name}', f'b/{name}'))}```"
+        calls.append({"path": f"{name}\n", "old_string": "".join(old[a:b]), "new_string": "".join(new[c:d])})
+    as_json = [{"name": "str_replace", "arguments": {**call, "path": name}} for call in calls]
+    yield "json", "\n".join(f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in as_json)
+    yield "tags", "\n".join(TAGS.format("".join(TAG.format(*argument) for argument in call.items())) for call in calls)
+    patch = "".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"))
+    yield "diff", f"```diff\n{patch}```"
+    yield "patch", json.dumps({"name": "apply_patch", "arguments": {"patch": patch}}, ensure_ascii=False)
     if len(after) <= LONGEST_WHOLE:
-        yield "edit_whole", f"```\n{after}```"
+        yield "whole", f"```\n{after}```"
 
 
 def call_of(number: int, edit: Edit, tokenizer: Any) -> Call:
     """Return an edit as a call of the simulation."""
-    session, *texts = edit
+    texts = (edit.prompt, edit.response)
     prompt, response = (np.array(tokenizer.encode(text, add_special_tokens=False), np.int32) for text in texts)
-    return Call(line=number, session=session, turn=0, group=None, tenant=None, prompt=prompt, response=ended(response))
+    return Call(
+        line=number, session=edit.file, turn=0, group=None, tenant=None, prompt=prompt, response=ended(response)
+    )
 
 
 def ended(response: Tokens) -> Tokens:
@@ -160,10 +198,9 @@ def replay(
     cache = QuotingCache(policy=DraftPolicy(cost=cost))
 
     def asked() -> Iterator[Call]:
-        for (_, prompt, _), call in zip(edits, calls, strict=True):
+        for edit, call in zip(edits, calls, strict=True):
             if quotes is not None:
-                body = {"messages": [{"role": "tool", "content": prompt}], "tools": [{"type": "function"}]}
-                cache.quotable = quotes.read(json.dumps(body).encode())
+                cache.quotable = quotes.read(edit.body)
             yield call
 
     figures = simulate(asked(), cache)

@@ -152,7 +152,7 @@ class Settings(BaseModel):
     step_draft_tokens: int = Field(default=1024, ge=1)
     """Most draft tokens in one decode step, for all rows together; `pricing.draft_budget` says what lowers it."""
     quote_tokens: int = Field(default=MAX_PREDICTION, ge=0, le=MAX_PREDICTION)
-    """Most tokens of the prompt that a request with tools may also draft as JSON strings spell them. 0: none."""
+    """Most tokens of a chat's prompt that it may also draft as responses spell them (`api.quotes`). 0: none."""
     longest_step: float | None = Field(default=LONGEST_STEP, gt=1.0)
     """Longest duration of a step with several requests, in multiples of one without drafts. None: no limit."""
     disable_by_batch_size: int | None = Field(default=None, ge=1)

@@ -11,10 +11,11 @@ pytest.importorskip("transformers")
 
 import edits  # isort: skip
 
+VIEWS, FORMS = ("numbered", "plain", "result"), ("diff", "json", "patch", "tags", "whole")
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 
 
-def test_commits_become_calls_in_three_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commits_become_calls_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def git(*words: str) -> None:
         author = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", "-C", str(tmp_path), *author, *words], check=True, capture_output=True)
@@ -30,11 +31,21 @@ def test_commits_become_calls_in_three_forms(tmp_path: Path, capsys: pytest.Capt
     asked = ["--repo", str(tmp_path), "--tokenizer", str(MODEL), "--traces", str(out)]
     assert edits.main([*asked, "--json"]) == 0
     rows = {(row["workload"], row["price"], row["quotes"]): row for row in json.loads(capsys.readouterr().out)}
-    assert len(rows) == 12 and {row["tokens"] > 0 for row in rows.values()} == {True}
-    assert rows["edit_json", 0.01, True]["steps"] < rows["edit_json", 0.01, False]["steps"]
-    assert known(out) == ["edit_diff", "edit_json", "edit_whole"]
+    workloads = [f"{view}_{form}" for view in VIEWS for form in FORMS]
+    assert len(rows) == 4 * len(workloads) and {row["tokens"] > 0 for row in rows.values()} == {True}
+    for name in (
+        "plain_json",
+        "plain_diff",
+        "plain_patch",
+        "numbered_tags",
+        "numbered_whole",
+        "result_tags",
+        "result_whole",
+    ):
+        assert rows[name, 0.01, True]["steps"] < rows[name, 0.01, False]["steps"], name
+    assert known(out) == workloads
     for name in known(out):
         written = list(calls(out, name))
         assert len(written) == 2 and sum(len(call.response) for call in written) == rows[name, 0.01, True]["tokens"]
     assert edits.main(asked) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 12
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)

@@ -1,4 +1,4 @@
-"""A predicted edit, and JSON that quotes the prompt, take a third of the steps and change no token."""
+"""A predicted edit, and a response that quotes the prompt in another spelling, take few steps and change no token."""
 
 import json
 from typing import Any
@@ -45,20 +45,23 @@ def test_a_predicted_edit_needs_a_third_of_the_steps(priced: ModelServer) -> Non
             ask("long", prediction="word " * 40_000)
 
 
-def test_json_that_quotes_the_prompt_is_drafted_from_it(priced: ModelServer) -> None:
-    """The schema dictates the response, so that the small model quotes the file as a large one does in a tool call."""
-    file = make_task(FIRST_HELD_OUT_SEED).request * 3
-    numbered = "".join(f"{number:6}\t{line}\n" for number, line in enumerate(file.splitlines(), 1))
-    quoted = "\n".join(file.splitlines())
-    wanted = {"type": "json_schema", "json_schema": {"name": "edit", "schema": {"const": quoted}}}
+@pytest.mark.parametrize("form", ["json", "plain", "patch"])
+def test_a_file_is_drafted_from_a_view_with_line_numbers(priced: ModelServer, form: str) -> None:
+    """The format dictates the response, so that the small model quotes the file as a large one does in an edit."""
     with AgentClient(base_url=priced.base_url, model="demo", api_key="none", store=None) as client:
 
-        def ask(text: str, salt: str) -> Reply:
-            body = {"cache_salt": f"quote-{salt}"}  # nothing is drafted from another call
-            return client.chat(text, temperature=0, max_tokens=600, response_format=wanted, extra_body=body)
+        def ask(text: str, salt: str, **options: Any) -> Reply:
+            body = {"cache_salt": f"quote-{form}-{salt}", **options}  # nothing is drafted from another call
+            return client.chat(text, temperature=0, max_tokens=600, extra_body=body)
 
-        read, unread = ask(numbered, "read"), ask("Write it.", "unread")
-    assert json.loads(read.text) == json.loads(unread.text) == quoted
+        file = ask(make_task(FIRST_HELD_OUT_SEED).request, "file").text.strip()
+        numbered = "".join(f"{number:6}\t{line}\n" for number, line in enumerate(file.splitlines(), 1))
+        schema = {"type": "json_schema", "json_schema": {"name": "edit", "schema": {"const": file}}}
+        answer = {"json": json.dumps(file), "plain": file, "patch": f"-{file}".replace("\n", "\n-")}[form]
+        dictated = {"response_format": schema} if form == "json" else {"structured_outputs": {"choice": [answer]}}
+        task = "Answer with a ```diff." if form == "patch" else "Write it."
+        read, unread = ask(f"{numbered}{task}", "read", **dictated), ask(task, "unread", **dictated)
+    assert read.text == unread.text == answer
     assert read.speculation is not None and unread.speculation is not None
     assert read.speculation.accepted_by_source["quote"] > 50
-    assert read.speculation.steps < unread.speculation.steps / 2
+    assert read.speculation.steps < unread.speculation.steps / 3

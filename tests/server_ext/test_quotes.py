@@ -1,4 +1,4 @@
-"""What a tool call may quote: which texts, how they are spelled, what is remembered, and how they reach the engine."""
+"""What a response may quote: which texts, how they are spelled, what is remembered, and how they reach the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from agentspec.cache.types import MAX_PREDICTION
 from agentspec.server_ext.api import quotes
-from agentspec.server_ext.api.quotes import Quotes, quotable_texts, spelled
+from agentspec.server_ext.api.quotes import Form, Quotes, may_quote, quotable_texts, spellings
 from agentspec.server_ext.identity import PREDICTION_KEY, QUOTABLE_KEY
 from agentspec.server_ext.vllm_adapter import frontend
 
@@ -23,7 +23,12 @@ __all__ = ["start"]
 
 FILE = 'def f(x):\n    return "é" + x\n'
 SPELLED = json.dumps(FILE, ensure_ascii=False)[1:-1]
+WORDS = "some words,\nsome more words\n"
+NUMBERED = "".join(f"{i:6}\t{line}\n" for i, line in enumerate(FILE.splitlines(), 1))
+NUMBERS = ("     {}\t", "{}\t", "    {}→", "0000{}| ", "{}:", "{}-", "L{}:")
+PLAIN, JSON, PATCH, PATCH_CALL = Form(), Form(json=True), Form(patch=True), Form(json=True, patch=True)
 TOOLS = [{"type": "function", "function": {"name": "edit"}}]
+SAYS = {"role": "user", "content": "Fix it. Answer with a ```diff."}
 RESULT = {"role": "tool", "tool_call_id": "1", "content": FILE}
 BODY = {"messages": [RESULT], "tools": TOOLS}
 
@@ -92,25 +97,98 @@ def test_other_bodies_are_left_to_vllm(body: bytes) -> None:
     assert len(Quotes(Tokenizer(), 9).read(body)) == 0
 
 
-@pytest.mark.parametrize("number", ["     {}\t", "{}\t", "    {}→", "0000{}| ", "{}:", "L{}:"])
+@pytest.mark.parametrize("number", NUMBERS)
 def test_numbers_of_lines_are_left_out(number: str) -> None:
-    lines = FILE.splitlines()
-    numbered = "\n".join(number.format(i) + line for i, line in enumerate(lines, 1))
-    assert spelled(numbered) == SPELLED.removesuffix("\\n")
-    assert spelled(f"<file>\n{numbered}\n</file>\n\n") == f"<file>\\n{SPELLED}</file>\\n\\n"
+    text = "\n".join(number.format(i) + line for i, line in enumerate(FILE.splitlines(), 1))
+    assert spellings(text, PLAIN) == [FILE.rstrip("\n")]
+    assert spellings(text, JSON) == [SPELLED.removesuffix("\\n"), FILE.rstrip("\n")]
+    wrapped = f"<file>\n{text}\n</file>\n\n"
+    assert spellings(wrapped, JSON) == [f"<file>\\n{SPELLED}</file>\\n\\n", f"<file>\n{FILE}</file>\n\n"]
 
 
 def test_code_that_only_begins_with_numbers_now_and_then_keeps_them() -> None:
     text = "x = {\n1:2,\n5:6,\n}\n"
-    assert spelled(text) == json.dumps(text)[1:-1]
+    assert spellings(text, PLAIN) == []
+    assert spellings(text, JSON) == [json.dumps(text)[1:-1]]
+
+
+def test_of_a_result_that_is_json_its_long_strings_are_taken() -> None:
+    def read_from(result: Any, **options: Any) -> list[str]:
+        return spellings(json.dumps(result, **options), JSON)
+
+    assert read_from({"output": FILE, "metadata": {"exit_code": 0}}, ensure_ascii=False) == [FILE]
+    assert read_from({"output": FILE}) == [SPELLED, FILE]  # the result has \u00e9 where a response has é
+    assert read_from([{"a": {"b": NUMBERED}}, WORDS], ensure_ascii=False) == [SPELLED, FILE, WORDS]
+    package = json.dumps({"name": "a", "version": "1.0.0"}, indent=1)
+    assert spellings(package, JSON) == [json.dumps(package)[1:-1]]
+    assert spellings("[" * 100_000, JSON) == spellings("{not JSON}", JSON) == []
+    assert spellings(json.dumps({"output": FILE}), PLAIN) == [FILE]
+
+
+def test_patches_quote_lines_behind_their_signs() -> None:
+    text = "def f():\n    return 100\n"
+    minus, space = "-def f():\n-    return 100\n-", " def f():\n     return 100\n "
+    assert spellings(text, PATCH) == [minus, space]
+    as_json = [json.dumps(spelling)[1:-1] for spelling in (minus, space, text)]
+    assert spellings(text, PATCH_CALL) == as_json
+    numbered = "     1\tdef f():\n     2\t    return 100\n"
+    assert spellings(numbered, PATCH) == [minus, space, text]
+    assert spellings(numbered, PATCH_CALL) == [*as_json, text]
+    in_json = {"role": "tool", "content": json.dumps({"output": text})}
+    assert read({"messages": [SAYS, in_json]}) == minus + space + text
+    assert spellings("one line", PATCH) == spellings("one line", PATCH_CALL) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        ({"messages": [RESULT]}, PLAIN),
+        ({"messages": [RESULT], "tools": TOOLS}, JSON),
+        ({"messages": [SAYS, RESULT]}, PATCH),
+        ({"messages": [{"role": "system", "content": [{"type": "text", "text": "--- a/x"}]}, RESULT]}, PATCH),
+        ({"instructions": "Write a unified diff.", "input": FILE}, PATCH),
+        ({"messages": [RESULT], "tools": [{"type": "function", "function": {"name": "apply_patch"}}]}, PATCH_CALL),
+        ({"system": "Use ```patch", "messages": [], "tools": TOOLS}, PATCH_CALL),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"arguments": "*** Begin Patch"}]}], "tools": TOOLS},
+            PATCH_CALL,
+        ),
+        ({"messages": [{"role": "tool", "content": "diff --git a b"}], "tools": TOOLS}, JSON),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "--- a/x"}]}]}, PLAIN),
+        ({"input": [{"type": "function_call_output", "output": "diff --git a b"}]}, PLAIN),
+        ({"messages": 7, "input": None, "tools": 1}, JSON),
+        (None, PLAIN),
+        ([SAYS], PLAIN),
+    ],
+)
+def test_the_form_of_the_response_is_read_from_the_request(body: Any, form: Form) -> None:
+    assert Form.of(body) == form
+    assert may_quote(json.dumps(body).encode()) or form == PLAIN
+
+
+def test_a_chat_without_tools_quotes_what_was_shown_with_numbers() -> None:
+    said = [{"role": "user", "content": text} for text in (FILE, NUMBERED, FILE)]
+    assert read({"messages": said}) == FILE
+    assert read({"messages": said, "tools": TOOLS}) == SPELLED + FILE + SPELLED
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_which_bodies_are_read(ascii_only: bool) -> None:
+    def worth_it(content: str, **body: Any) -> bool:
+        text = json.dumps({"messages": [{"role": "user", "content": content}], **body}, ensure_ascii=ascii_only)
+        return may_quote(text.encode())
+
+    assert worth_it("", tools=TOOLS) and worth_it("", response_format={})
+    assert all(worth_it("\n".join(number.format(i) + "x" for i in (8, 9, 10))) for number in NUMBERS)
+    assert not any(map(worth_it, ("one", FILE, "a list:\n1. one\n2. two", '"tools"')))
 
 
 def test_of_too_much_the_newest_texts_stay_in_order() -> None:
     texts = [f"{i}" * 40 + "\n" for i in range(6)]
     body = {"messages": [{"role": "tool", "content": text} for text in [*texts, texts[5]]], "tools": TOOLS}
-    whole = "".join(map(spelled, texts))
-    assert read(body) == whole
-    assert read(body, 100) == spelled(texts[3])[:16] + spelled(texts[4]) + spelled(texts[5])
+    spelled = [json.dumps(text)[1:-1] for text in texts]
+    assert read(body) == "".join(spelled)
+    assert read(body, 100) == spelled[3][:16] + spelled[4] + spelled[5]
     assert read(body, 0) == ""
     huge = {"messages": [{"role": "tool", "content": "ab\n" * 10**6}], "tools": TOOLS}
     assert len(read(huge, 1000)) == 1000
@@ -152,13 +230,16 @@ def test_they_reach_the_engine_of_their_request_alone_and_cannot_be_forged(start
     server.app.post(path)(answer)
     both = {**BODY, "prediction": {"type": "content", "content": "abc"}}
     forged = {"messages": [], "vllm_xargs": {QUOTABLE_KEY: b"1234".hex()}}
-    for body in (BODY, both, forged, {"messages": [RESULT]}):
+    shown = {"messages": [{"role": "user", "content": NUMBERED}]}
+    bodies = [BODY, both, forged, {"messages": [RESULT]}, shown]
+    for body in bodies:
         assert server.post(path, json=body, headers=bearer("ada")).status_code == 200
-    assert [body for body, _ in seen] == [BODY, both, forged, {"messages": [RESULT]}]
-    told = np.array([ord(c) for c in SPELLED], np.int32).tobytes()
+    assert [body for body, _ in seen] == bodies
+    told, plain = (np.array([ord(c) for c in text], np.int32).tobytes() for text in (SPELLED, FILE))
     is_chat = path == "/v1/chat/completions"
-    assert [extra.get(QUOTABLE_KEY) for _, extra in seen] == [told, None if is_chat else told, None, None]
-    assert [extra.get(PREDICTION_KEY) for _, extra in seen] == [None, [97, 98, 99] if is_chat else None, None, None]
+    assert [extra.get(QUOTABLE_KEY) for _, extra in seen] == [told, None if is_chat else told, None, None, plain]
+    predicted = [None, [97, 98, 99] if is_chat else None, None, None, None]
+    assert [extra.get(PREDICTION_KEY) for _, extra in seen] == predicted
 
 
 def note_quotable(server: TestClient) -> list[bytes]:
@@ -193,9 +274,9 @@ def test_a_tokenizer_that_fails_costs_no_answer(start: Start, caplog: pytest.Log
     with caplog.at_level("ERROR", "vllm.agentspec"):
         assert [server.post("/v1/chat/completions", json=BODY).status_code for _ in range(3)] == [200] * 3
     assert seen == [b""] * 3
-    assert caplog.text.count("what tool calls may quote cannot be read") == 1
+    assert caplog.text.count("what responses may quote cannot be read") == 1
 
 
 def test_texts_are_told_apart_from_instructions() -> None:
     said = [{"role": role, "content": f"{role}\n" * 9} for role in ("system", "user", "assistant", "tool", "developer")]
-    assert quotable_texts({"messages": said, "tools": TOOLS}) == ["user\n" * 9, "tool\n" * 9]
+    assert quotable_texts({"messages": said}, JSON) == ["user\n" * 9, "tool\n" * 9]

@@ -1,4 +1,4 @@
-"""Read in a request's body what it drafts from beside its prompt: a prediction, and what its tool calls may quote."""
+"""Read in a request's body what it drafts from beside its prompt: a prediction, and what its response may quote."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentspec.errors import InvalidInputError
 from agentspec.server_ext.api.predictions import read_prediction
-from agentspec.server_ext.api.quotes import Quotes
+from agentspec.server_ext.api.quotes import Quotes, may_quote
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.step import Int32
 from agentspec.server_ext.vllm_adapter.frontend import drafting_from, engine_of, path_of, tokenizer_of
@@ -21,7 +21,6 @@ logger = logging.getLogger("vllm.agentspec")
 _CHAT = "/v1/chat/completions"
 _QUOTING = (_CHAT, "/v1/responses", "/v1/messages")
 _PREDICTION = b'"prediction"'  # text inside of a JSON string has backslashes before the quotes
-_QUOTES = (b'"tools"', b'"response_format"')
 _NOTHING: tuple[Sequence[int], Int32] = ((), np.zeros(0, np.int32))
 
 
@@ -34,7 +33,7 @@ class BodyMiddleware:
         self._failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request. One without a prediction and without tools passes unchanged."""
+        """Handle a request. One that has neither passes unchanged."""
         engine = engine_of(scope["app"]) if scope["type"] == "http" and path_of(scope) in _QUOTING else None
         if engine is None:
             await self._app(scope, receive, send)
@@ -42,7 +41,7 @@ class BodyMiddleware:
         body, replayed = await _read(receive)
         predicts = _PREDICTION in body and path_of(scope) == _CHAT
         given = _NOTHING
-        if predicts or any(field in body for field in _QUOTES):
+        if predicts or may_quote(body):
             try:
                 given = await asyncio.to_thread(self._drafts_from, engine, body, predicts)
             except InvalidInputError as error:
@@ -67,7 +66,7 @@ class BodyMiddleware:
         except Exception:  # a tokenizer may raise anything, and vLLM may answer all the same
             if not self._failed:
                 self._failed = True
-                logger.exception("agentspec: what tool calls may quote cannot be read; such requests draft without it")
+                logger.exception("agentspec: what responses may quote cannot be read; such requests draft without it")
             return _NOTHING
 
 
