@@ -1,13 +1,14 @@
 """Replay the commits of git repositories as edits by a model, and draft what its responses quote from the prompt.
 
-    python benchmarks/edits.py --repo DIR --repo DIR --tokenizer FILE_OR_MODEL [--calls 350] [--traces OUT] [--json]
+    python benchmarks/edits.py --repo DIR --repo DIR --tokenizer NAME [--calls 350] [--others 4] [--traces OUT] [--json]
 
 A call's prompt is a file before a commit, and the commit's subject. The file is shown as it is (plain), with a number
-in front of each line (numbered), or as a string in the JSON of a tool's result (result). The response is the edit: the
-arguments of `str_replace` calls as JSON (json), the same between tags (tags), a unified diff (diff), the JSON of an
-`apply_patch` call (patch), or the whole file (whole). A session is a file. Each is replayed with agentspec's defaults,
-at a given price, with and without what the server adds (`quote_tokens`). `--traces` writes the calls for `drafting.py
---limits defaults`, which counts the other drafters.
+in front of each line (numbered), or as a string in the JSON of a tool's result (result). With `--others` that many
+other files follow it, in the same form. The response is the edit: the arguments of `str_replace` calls as JSON (json),
+the same between tags (tags), a unified diff (diff), the JSON of an `apply_patch` call (patch), or the whole file
+(whole). A session is a file. Each is replayed with agentspec's defaults, at a given price, with and without what the
+server adds (`quote_tokens`). `--traces` writes the calls for `drafting.py --limits defaults`, which counts the other
+drafters.
 """
 
 import argparse
@@ -15,10 +16,11 @@ import base64
 import difflib
 import itertools
 import json
+import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ import numpy as np
 from trace_files import Tokens
 
 from agentspec.cache import DraftPolicy, SuffixCache
-from agentspec.cache.types import MAX_PREDICTION
+from agentspec.cache.types import MAX_QUOTABLE
 from agentspec.server_ext.api.quotes import Quotes
 from agentspec.simulate import Call, simulate
 
@@ -45,28 +47,39 @@ TAGS = "<function=str_replace>\n{}</function>"
 TAG = "<parameter={}>\n{}</parameter>\n"
 
 
+VIEWS: dict[str, Callable[[str], str]] = {
+    "plain": lambda text: text,
+    "numbered": lambda text: "".join(f"{number:6}\t{line}" for number, line in enumerate(text.splitlines(True), 1)),
+    "result": lambda text: json.dumps({"output": text, "metadata": {"exit_code": 0}}, ensure_ascii=False),
+}
+"""What a file looks like in each form."""
+
+
 @dataclass(frozen=True)
 class Edit:
-    """An edit of a file. shown: the file before it, in one of the forms. response: the edit, in the form ``kind``."""
+    """An edit of a file. response: the edit, in the form ``kind``.
+
+    shown: the file before it, in one of the forms, and then other files.
+    """
 
     file: str
     subject: str
-    shown: str
+    shown: Sequence[str]
     kind: str
     response: str
 
     @property
     def prompt(self) -> str:
-        return f"File {self.file}:\n```\n{self.shown}```\n{self.subject}\n"
+        return f"File {self.file}:\n" + "".join(f"```\n{text}```\n" for text in self.shown) + f"{self.subject}\n"
 
     @property
     def body(self) -> bytes:
         """Return what a client would send, as far as quoting depends on it."""
-        shown = {"role": "tool", "content": self.shown}
+        shown = [{"role": "tool", "content": text} for text in self.shown]
         if self.kind == "diff":
-            return json.dumps({"messages": [{"role": "system", "content": "Answer with a ```diff."}, shown]}).encode()
+            return json.dumps({"messages": [{"role": "system", "content": "Answer with a ```diff."}, *shown]}).encode()
         tool = {"name": "apply_patch" if self.kind == "patch" else "str_replace"}
-        return json.dumps({"messages": [shown], "tools": [{"type": "function", "function": tool}]}).encode()
+        return json.dumps({"messages": shown, "tools": [{"type": "function", "function": tool}]}).encode()
 
 
 class QuotingCache(SuffixCache):
@@ -101,15 +114,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repo", type=Path, action="append", required=True, metavar="DIR", help="a git repository")
     parser.add_argument("--tokenizer", required=True, help="transformers' folder or hub id, or a tekken….json")
     parser.add_argument("--calls", type=int, default=350, help="of each repository (%(default)s)")
+    parser.add_argument("--others", type=int, default=0, metavar="N", help="other files that the prompt shows, too")
     parser.add_argument("--traces", type=Path, metavar="OUT", help="write the calls into this folder")
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     options = parser.parse_args(arguments)
     tokenizer = open_tokenizer(options.tokenizer)
     edits: dict[str, list[Edit]] = {}
     for repo in options.repo:
+        pick, seen = random.Random(1), dict[str, str]()
         for name, before, after, subject in itertools.islice(changes(repo), options.calls):
+            seen[name] = before
+            rest = sorted(seen.keys() - {name})
+            files = [before, *(seen[other] for other in pick.sample(rest, min(options.others, len(rest))))]
+            shown_as = {view: [show(text) for text in files] for view, show in VIEWS.items()}
             for form, response in responses(name, before, after):
-                for view, shown in views(before):
+                for view, shown in shown_as.items():
                     edit = Edit(f"{repo.name}/{name}", subject, shown, form, response)
                     edits.setdefault(f"{view}_{form}", []).append(edit)
     rows = []
@@ -119,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write(options.traces, kind, calls)
         for cost in COSTS:
             for quoting in (False, True):
-                rows.append(replay(kind, of_kind, calls, cost, Quotes(tokenizer, MAX_PREDICTION) if quoting else None))
+                rows.append(replay(kind, of_kind, calls, cost, Quotes(tokenizer, MAX_QUOTABLE) if quoting else None))
                 if not options.json:
                     print(LINE.format(**rows[-1]), flush=True)
     if options.json:
@@ -151,13 +170,6 @@ def changes(repo: Path) -> Iterator[tuple[str, str, str, str]]:
                 before, after = git("show", f"{commit}^:{name}"), git("show", f"{commit}:{name}")
                 if before and after and before != after and len(before) <= LONGEST:
                     yield name, before, after, subject
-
-
-def views(text: str) -> Iterator[tuple[str, str]]:
-    """Yield what a file looks like in each form."""
-    yield "plain", text
-    yield "numbered", "".join(f"{number:6}\t{line}" for number, line in enumerate(text.splitlines(True), 1))
-    yield "result", json.dumps({"output": text, "metadata": {"exit_code": 0}}, ensure_ascii=False)
 
 
 def responses(name: str, before: str, after: str) -> Iterator[tuple[str, str]]:

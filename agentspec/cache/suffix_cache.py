@@ -40,6 +40,7 @@ from agentspec.cache.running import BatchHandle, RequestSlots
 from agentspec.cache.types import (
     DEFAULT_MAX_BYTES,
     MAX_PREDICTION,
+    MAX_QUOTABLE,
     SOURCES,
     UNIT_NUMBERS,
     Budget,
@@ -155,7 +156,7 @@ class SuffixCache(KeptTurns):
         prediction: what its response is expected to be like, at most MAX_PREDICTION tokens; this request alone drafts
         from it, as source "prediction" (ArcticInference's rule ignores it).
         quotable: what its response may quote anywhere, such as the prompt's text in the spelling of JSON strings, at
-        most MAX_PREDICTION tokens; a source "quote" of the same kind, unused beside a prediction.
+        most MAX_QUOTABLE tokens; a source "quote" of the same kind, unused beside a prediction.
         Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes
         nothing.
         """
@@ -166,9 +167,9 @@ class SuffixCache(KeptTurns):
         ends = as_tokens(end_tokens, "end_tokens", MAX_VOCAB)
         expected = as_tokens(prediction, "prediction", self._vocab_size)
         quoted = as_tokens(quotable, "quotable", self._vocab_size)
-        for name, given in (("prediction", expected), ("quotable", quoted)):
-            if len(given) > MAX_PREDICTION:
-                raise InvalidInputError(f"{name}: {len(given)} tokens; give at most {MAX_PREDICTION}")
+        for name, given, most in (("prediction", expected, MAX_PREDICTION), ("quotable", quoted, MAX_QUOTABLE)):
+            if len(given) > most:
+                raise InvalidInputError(f"{name}: {len(given)} tokens; give at most {most}")
         slot = self._running.free_slot()
         root = self._core.start(slot, tokens, *names.keys(), owner, tenant_owner, ends, expected, quoted)
         family = name_in(tenant, root) if root else None

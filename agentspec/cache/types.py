@@ -18,7 +18,9 @@ group or session that runs at the same time. "prediction": what the request's ca
 another drafter's token, merged by `SuffixCache.merge_drafts`. "quote": what the response may quote."""
 
 MAX_PREDICTION = 16_384
-"""Most tokens of a prediction, and of what a response may quote."""
+"""Most tokens of a prediction."""
+MAX_QUOTABLE = 65_536
+"""Most tokens of what a response may quote: a long prompt's text, in several spellings."""
 
 Scope = Literal["tenant", "session", "none"]
 """Texts that a request drafts from and adds to, beside its own: session, group and tenant; session and its family;

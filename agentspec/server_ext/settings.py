@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from agentspec.cache import Scope
 from agentspec.cache.policy import MAX_DRAFT, ArcticSettings, DraftPolicy
 from agentspec.cache.store import QUEUE_BYTES, Retention, can_write, default_store_url, sqlite_path
-from agentspec.cache.types import DEFAULT_MAX_BYTES, MAX_PREDICTION, HistoryWindow
+from agentspec.cache.types import DEFAULT_MAX_BYTES, MAX_QUOTABLE, HistoryWindow
 from agentspec.errors import ConfigurationError, StoreUnavailableError
 from agentspec.identifiers import check_session_id
 
@@ -151,7 +151,7 @@ class Settings(BaseModel):
     """Price of verifying one more draft token, as a share of a decode step. None: measured while serving."""
     step_draft_tokens: int = Field(default=1024, ge=1)
     """Most draft tokens in one decode step, for all rows together; `pricing.draft_budget` says what lowers it."""
-    quote_tokens: int = Field(default=MAX_PREDICTION, ge=0, le=MAX_PREDICTION)
+    quote_tokens: int = Field(default=MAX_QUOTABLE, ge=0, le=MAX_QUOTABLE)
     """Most tokens of a chat's prompt that it may also draft as responses spell them (`api.quotes`). 0: none."""
     longest_step: float | None = Field(default=LONGEST_STEP, gt=1.0)
     """Longest duration of a step with several requests, in multiples of one without drafts. None: no limit."""

@@ -28,7 +28,7 @@ def test_commits_become_calls_in_every_form(tmp_path: Path, capsys: pytest.Captu
         git("add", "a.py")
         git("commit", "-q", "-m", f"Rename in crisp_{changed}")
     out = tmp_path / "traces"
-    asked = ["--repo", str(tmp_path), "--tokenizer", str(MODEL), "--traces", str(out)]
+    asked = ["--repo", str(tmp_path), "--tokenizer", str(MODEL), "--traces", str(out), "--others", "1"]
     assert edits.main([*asked, "--json"]) == 0
     rows = {(row["workload"], row["price"], row["quotes"]): row for row in json.loads(capsys.readouterr().out)}
     workloads = [f"{view}_{form}" for view in VIEWS for form in FORMS]

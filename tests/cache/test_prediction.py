@@ -1,10 +1,12 @@
 """What a response is expected to be, or may quote: sources of this request alone, bounded and counted."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from agentspec.cache import SOURCES, SuffixCache
-from agentspec.cache.types import MAX_PREDICTION
+from agentspec.cache.types import MAX_PREDICTION, MAX_QUOTABLE
 from agentspec.errors import InvalidInputError, InvalidTokenError
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -61,14 +63,15 @@ def test_it_serves_its_request_alone(scope: str) -> None:
     assert not len(cache.propose(["next"], 8)[0].token_ids), "nothing of it is kept"
 
 
-def test_its_memory_counts_and_is_given_back() -> None:
+@pytest.mark.parametrize(("name", "most"), [("prediction", MAX_PREDICTION), ("quotable", MAX_QUOTABLE)])
+def test_its_memory_counts_and_is_given_back(name: str, most: int) -> None:
     cache = SuffixCache()
     before = cache.stats().bytes
-    prediction = np.arange(MAX_PREDICTION, dtype=np.int32)
+    given: dict[str, Any] = {name: np.arange(most, dtype=np.int32)}
     for i in range(10):
-        cache.start(f"r{i}", PROMPT, prediction=prediction)
+        cache.start(f"r{i}", PROMPT, **given)
     cache.catch_up()
-    per_token = (cache.stats().bytes - before) / 10 / MAX_PREDICTION
+    per_token = (cache.stats().bytes - before) / 10 / most
     assert 4 < per_token < 40
     for i in range(10):
         cache.abort(f"r{i}")
@@ -107,14 +110,14 @@ def test_it_is_kept_for_nobody_and_unused_beside_a_prediction() -> None:
     cache.start("next", [*PROMPT, *EXPECTED[:9]], tenant="t", prediction=[5, 6], quotable=EXPECTED)
     cache.catch_up()
     assert EXPECTED[9] not in cache.propose(["next"], 8)[0].token_ids
-    with pytest.raises(InvalidInputError, match="quotable: 16385 tokens"):
-        cache.start("long", PROMPT, quotable=[1] * (MAX_PREDICTION + 1))
+    with pytest.raises(InvalidInputError, match="quotable: 65537 tokens"):
+        cache.start("long", PROMPT, quotable=[1] * (MAX_QUOTABLE + 1))
 
 
 def test_the_prompt_is_indexed_before_what_may_be_quoted() -> None:
     cache = SuffixCache()
     prompt = np.arange(2000, dtype=np.int32)
-    cache.start("r", np.append(prompt, prompt[1000:1009]), quotable=np.arange(5000, 5000 + MAX_PREDICTION))
+    cache.start("r", np.append(prompt, prompt[1000:1009]), quotable=np.arange(5000, 5000 + MAX_QUOTABLE))
     cache.catch_up(2100)
     (draft,) = cache.propose(["r"], 8)
     assert draft.source == "request" and draft.token_ids.tolist()[:3] == [1009, 1010, 1011]

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from agentspec.cache.types import MAX_PREDICTION
+from agentspec.cache.types import MAX_QUOTABLE
 from agentspec.server_ext.api import quotes
 from agentspec.server_ext.api.quotes import Form, Quotes, may_quote, quotable_texts, spellings
 from agentspec.server_ext.identity import PREDICTION_KEY, QUOTABLE_KEY
@@ -45,7 +45,7 @@ class Tokenizer:
         return [ord(c) for c in text]
 
 
-def read(body: Any, most: int = MAX_PREDICTION) -> str:
+def read(body: Any, most: int = MAX_QUOTABLE) -> str:
     return "".join(map(chr, Quotes(Tokenizer(), most).read(json.dumps(body).encode())))
 
 
@@ -196,7 +196,7 @@ def test_of_too_much_the_newest_texts_stay_in_order() -> None:
 
 def test_a_conversation_costs_what_is_new_in_it() -> None:
     tokenizer = Tokenizer()
-    reader = Quotes(tokenizer, MAX_PREDICTION)
+    reader = Quotes(tokenizer, MAX_QUOTABLE)
     messages: list[dict[str, str]] = []
     for turn in range(1, 20):
         messages.append({"role": "tool", "content": f"{turn}\n" * 50})

@@ -25,7 +25,7 @@ from agentspec.errors import InvalidInputError
 from agentspec.server_ext.api.session_texts import encode_text
 from agentspec.server_ext.step import Int32
 
-_KEPT_BYTES = 8_000_000
+_KEPT_BYTES = 32_000_000
 _ENTRY_BYTES = 256  # of a text that is remembered, beside its tokens
 _LONGEST_TOKEN = 16  # characters of a token, at most, on average over a text that is read whole
 _LEAST_TEXT = 24  # characters
