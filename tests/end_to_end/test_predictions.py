@@ -58,7 +58,8 @@ def test_a_file_is_drafted_from_a_view_with_line_numbers(priced: ModelServer, fo
         numbered = "".join(f"{number:6}\t{line}\n" for number, line in enumerate(file.splitlines(), 1))
         schema = {"type": "json_schema", "json_schema": {"name": "edit", "schema": {"const": file}}}
         answer = {"json": json.dumps(file), "plain": file, "patch": f"-{file}".replace("\n", "\n-")}[form]
-        dictated = {"response_format": schema} if form == "json" else {"structured_outputs": {"choice": [answer]}}
+        grammar = {"grammar": f"root ::= {json.dumps(answer)}"}
+        dictated = {"response_format": schema} if form == "json" else {"structured_outputs": grammar}
         task = "Answer with a ```diff." if form == "patch" else "Write it."
         read, unread = ask(f"{numbered}{task}", "read", **dictated), ask(task, "unread", **dictated)
     assert read.text == unread.text == answer
