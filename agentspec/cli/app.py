@@ -2,7 +2,6 @@
 
 import errno
 import io
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,13 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from agentspec.cache import Scope
-from agentspec.cache.store import open_store
 from agentspec.cli import rollout, sessions, simulate, speculator
 from agentspec.cli.report import report
 from agentspec.cli.tables import print_table
 from agentspec.cli.top import top
-from agentspec.errors import AgentSpecError, StoreUnavailableError
-from agentspec.server_ext.settings import default_store, memory_instead
+from agentspec.errors import AgentSpecError
+from agentspec.server_ext.settings import settle_store
 
 app = typer.Typer(
     name="agentspec",
@@ -98,13 +96,7 @@ def serve(
     given = {name: value for name, value in settings.items() if value is not None}
     hand_on(store=store, tenant=tenant, record=record)
     arguments = serve_arguments(context.args, given, max_draft)
-    named = os.environ.get("AGENTSPEC_STORE")
-    try:
-        open_store(named or default_store(), to_write=True).close()  # an unusable store is an error here
-    except StoreUnavailableError as error:
-        if named:
-            raise
-        os.environ["AGENTSPEC_STORE"] = memory_instead(str(error))
+    settle_store({})  # an unusable store is an error here
     run_vllm([model, *arguments])
 
 

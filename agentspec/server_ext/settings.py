@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from agentspec.cache import Scope
 from agentspec.cache.policy import MAX_DRAFT, ArcticSettings, DraftPolicy
-from agentspec.cache.store import QUEUE_BYTES, Retention, can_write, default_store_url, sqlite_path
+from agentspec.cache.store import QUEUE_BYTES, Retention, can_write, default_store_url, open_store, sqlite_path
 from agentspec.cache.types import DEFAULT_MAX_BYTES, MAX_QUOTABLE, HistoryWindow
 from agentspec.errors import ConfigurationError, StoreUnavailableError
 from agentspec.identifiers import check_session_id
@@ -259,6 +259,24 @@ def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Se
         return Settings(**values)
     except ValidationError as error:
         raise ConfigurationError(_explain(error)) from None
+
+
+def settle_store(config: object, environ: MutableMapping[str, str] = os.environ) -> Settings:
+    """Return the settings, with a store that could be opened.
+
+    config: vLLM's ``additional_config`` value. A default store that cannot be opened, as on a full disk, makes way for
+    one in memory, here and in the processes that this one starts. Raises ConfigurationError as ``load_settings`` does,
+    and StoreError for a store that somebody named, or whose file is not agentspec's.
+    """
+    settings = load_settings(config, environ)
+    try:
+        open_store(settings.store, to_write=True).close()
+    except StoreUnavailableError as error:
+        if "store" in settings.model_fields_set:
+            raise StoreUnavailableError(f"store {error} (--store or AGENTSPEC_STORE)") from error
+        environ[ENVIRONMENT["store"]] = memory_instead(str(error))
+        return load_settings(config, environ)
+    return settings
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The program as users call it: bad input is one line that names the option and the remedy, with exit status 2."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_d
     served: list[str | None] = []
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("AGENTSPEC_STORE", "")
-    monkeypatch.setattr("agentspec.cli.app.open_store", full)
+    monkeypatch.setattr("agentspec.server_ext.settings.open_store", full)
     monkeypatch.setattr(
         "agentspec.server_ext.vllm_adapter.launch.run_vllm", lambda _: served.append(os.environ.get("AGENTSPEC_STORE"))
     )
@@ -90,6 +91,9 @@ def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_d
     status, printed = agentspec("serve", "no-such-model", "--store", f"sqlite:///{tmp_path}/named.db")
     assert status == 2
     assert "disk is full" in printed
+    monkeypatch.setenv("AGENTSPEC_STORE", "")
+    monkeypatch.setenv("AGENTSPEC_SETTINGS", json.dumps({"store": f"sqlite:///{tmp_path}/named.db"}))
+    assert agentspec("serve", "no-such-model")[0] == 2
     assert len(served) == 1
 
 

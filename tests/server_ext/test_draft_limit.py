@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from agentspec.cache.policy import MAX_DRAFT
-from agentspec.errors import AgentSpecError, SpeculatorError
-from agentspec.server_ext.settings import Settings
+from agentspec.errors import AgentSpecError, SpeculatorError, StoreUnavailableError
+from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.vllm_adapter import speculative_config
 from agentspec.server_ext.vllm_adapter.draft_limit import LEAST_STATES, MOST_STATES, STATE_SHARE, _state_bytes
 from agentspec.server_ext.vllm_adapter.speculative_config import describe, engine_options
@@ -55,6 +55,23 @@ def test_a_file_that_cannot_be_written_is_named_before_the_engine_starts(
     options: dict[str, Any] = {name: value.format(file=tmp_path / "file") for name, value in setting.items()}
     with pytest.raises(AgentSpecError, match=message):
         draft_limit(tmp_path, DENSE, engine_options(**{"store": "memory://"} | options))
+
+
+def test_an_engine_whose_default_store_cannot_be_opened_keeps_turns_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a full disk, for a server of ``vllm serve`` and for a trainer's engine. Nobody named that store."""
+
+    def full(path: Path) -> None:
+        raise StoreUnavailableError(f"{path}: database or disk is full")
+
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("AGENTSPEC_STORE", "")
+    monkeypatch.setenv("AGENTSPEC_STORE_SECRET", "")
+    monkeypatch.setattr("agentspec.cache.store.urls.SQLiteStore", full)
+    assert draft_limit(tmp_path / "model", DENSE, engine_options())[0] == MAX_DRAFT
+    assert load_settings({}).store == "memory://"  # as the worker reads them
+    assert "disk is full" in caplog.text and "--store" in caplog.text
 
 
 @pytest.mark.parametrize(

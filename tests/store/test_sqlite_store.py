@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import resource
 import sqlite3
 import stat
 import threading
@@ -196,6 +197,20 @@ def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
         assert [number_of(decode(entry.payload)) for entry in store.read(NS)] == list(range(40))
         assert (writer.stats().refused, writer.stats().dropped) == (0, 0)
         writer.close()
+
+
+def test_a_full_disk_is_named_where_not_even_the_memory_of_the_log_fits(tmp_path: Path) -> None:
+    """SQLite calls it an I/O error then, as if the disk were broken."""
+    path = tmp_path / "store.db"
+    SQLiteStore(path).close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 1, hard))  # less than the 32 kB of that memory
+    try:
+        with pytest.raises(StoreUnavailableError, match=r"store\.db: database or disk is full"):
+            SQLiteStore(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    SQLiteStore(path).close()
 
 
 def test_the_secret_is_read_while_another_program_writes(tmp_path: Path) -> None:

@@ -83,7 +83,11 @@ def store_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (sqlite3.OperationalError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) and str(error.filename).endswith(name) else error
+        reason: object = error
+        if isinstance(error, OSError) and str(error.filename).endswith(name):
+            reason = error.strerror
+        elif getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_IOERR_SHMSIZE:
+            reason = "database or disk is full"  # it has no room for the memory that the log's users share
         raise StoreUnavailableError(f"{name}: {reason}") from error
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{name}: {error}; the file may be damaged: move it away to start an empty store") from error

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, MutableMapping
 
 from agentspec.cache.store import Store, open_store
-from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError
+from agentspec.errors import ConfigurationError, StoreError
 from agentspec.server_ext.settings import Settings
 
 logger = logging.getLogger("vllm.agentspec")
@@ -66,10 +66,7 @@ def _checked_secret(variable: str, value: str) -> str:
 
 def _secret_of_store(url: str) -> str:
     """Return the secret that a store keeps, in hexadecimal; a temporary one, with a warning, if it cannot be read."""
-    try:
-        store = open_store(url, to_write=True)
-    except StoreUnavailableError as error:  # the first that a trainer hears of it
-        raise StoreUnavailableError(f"store {error} (--store or AGENTSPEC_STORE)") from error
+    store = open_store(url, to_write=True)
     try:
         return store.secret().hex()
     except StoreError as error:

@@ -14,7 +14,7 @@ from agentspec.errors import ConfigurationError
 from agentspec.server_ext.arctic_methods import METHODS, translate
 from agentspec.server_ext.figures.step_record import make_record
 from agentspec.server_ext.identity.server_secrets import server_secret
-from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
+from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings, settle_store
 from agentspec.server_ext.vllm_adapter import native_methods
 from agentspec.server_ext.vllm_adapter.cpu import on_cpu
 from agentspec.server_ext.vllm_adapter.draft_limit import default_draft_limit, keeps_states
@@ -99,7 +99,7 @@ def create_speculative_config(
         draft_beside(spec, engine_args, target_model_config, target_parallel_config)
     if spec is not None and (own or beside):
         schedule_synchronously(engine_args, target_model_config)
-        settings = load_settings(engine_args.additional_config)
+        settings = settle_store(engine_args.additional_config)
         server_secret(settings)  # for the processes that vLLM starts
         # The worker would find these errors a minute later, and they would stand in its log alone.
         if settings.record is not None:
