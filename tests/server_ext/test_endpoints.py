@@ -24,12 +24,17 @@ from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
 ADMIN = "the key of the administrator"
 
 
+VOCABULARY = 0x2000
+"""Tokens of the served model, which are characters in these tests."""
+
+
 class EngineClient:
     """Stands in for vLLM's client of two data-parallel engines, each with metrics of its own."""
 
     def __init__(self, settings: Settings) -> None:
         model = SimpleNamespace(method="custom_class", model=PROPOSER_PATH)
-        self.vllm_config = SimpleNamespace(speculative_config=model, additional_config={})
+        served = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
+        self.vllm_config = SimpleNamespace(speculative_config=model, model_config=served, additional_config={})
         self.tagger = RequestTagger(Callers(settings, b"secret of the tests"), "tenant")
         self.input_processor = SimpleNamespace(agentspec=self.tagger)
         self.engine_core = self

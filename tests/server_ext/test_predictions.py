@@ -20,7 +20,7 @@ from agentspec.server_ext.identity import IDENTITY_KEY, PREDICTION_KEY, RequestT
 from agentspec.server_ext.identity.callers import Presented
 from agentspec.server_ext.vllm_adapter import frontend
 
-from .test_endpoints import EngineClient, Start, bearer, start
+from .test_endpoints import VOCABULARY, EngineClient, Start, bearer, start
 from .test_response_figures import ASK, chunks_of
 
 __all__ = ["start"]
@@ -116,6 +116,15 @@ def test_an_unusable_one_is_refused_by_field(start: Start, prediction: Any, fiel
     answer = server.post("/v1/chat/completions", content=body)
     assert answer.status_code == 400 and not seen
     assert answer.json()["error"]["message"].startswith(field) and answer.json()["error"]["param"] == "prediction"
+
+
+def test_tokens_that_the_model_lacks_are_left_out(start: Start) -> None:
+    """A tokenizer may know more, such as placeholders of images. With one of these the request got no drafts at all."""
+    server, _, seen = serve(start)
+    text = f"{TEXT[:3]}{chr(VOCABULARY)}{TEXT[3:]}"
+    body = {"messages": [], "prediction": {"type": "content", "content": text}}
+    assert server.post("/v1/chat/completions", json=body).status_code == 200
+    assert [found for _, found in seen] == [[ord(c) for c in TEXT]]
 
 
 @pytest.mark.parametrize("body", [b'{"prediction": ', b'["prediction"]', b'{"prediction": null}', b"[" * 100_000])

@@ -17,7 +17,7 @@ from agentspec.server_ext.api.quotes import Form, Quotes, may_quote, quotable_te
 from agentspec.server_ext.identity import PREDICTION_KEY, QUOTABLE_KEY
 from agentspec.server_ext.vllm_adapter import frontend
 
-from .test_endpoints import Start, bearer, start
+from .test_endpoints import VOCABULARY, Start, bearer, start
 
 __all__ = ["start"]
 
@@ -265,6 +265,15 @@ def test_settings_switch_it_off(start: Start, settings: dict[str, Any]) -> None:
     seen = note_quotable(server)
     server.post("/v1/chat/completions", json=BODY)
     assert seen == [b""]
+
+
+def test_tokens_that_the_model_lacks_are_left_out(start: Start) -> None:
+    server, engine = start()
+    engine.get_tokenizer = lambda: Tokenizer()  # type: ignore[attr-defined]
+    seen = note_quotable(server)
+    said = {"role": "user", "content": FILE + chr(VOCABULARY)}
+    assert server.post("/v1/chat/completions", json={"messages": [said], "tools": TOOLS}).status_code == 200
+    assert "".join(map(chr, np.frombuffer(seen[0], np.int32))) == SPELLED
 
 
 def test_a_tokenizer_that_fails_costs_no_answer(start: Start, caplog: pytest.LogCaptureFixture) -> None:
