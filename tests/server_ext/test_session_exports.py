@@ -55,6 +55,18 @@ class TestExportAndImport:
         assert exported["response"] == [*TEXT]
         assert server.listed(BOB) == ["others"]
 
+    def test_a_prompt_with_placeholders_of_images_moves_too(self, start: Start) -> None:
+        """Some models mark images in a prompt by ids beyond their vocabulary."""
+        server = start(ADA)
+        prompt = [1, 2, *[VOCABULARY + 5] * 70, 3]
+        server.say(server.identity(ADA, "one"), TEXT, prompt)
+        export = server.call(ADA, "GET", "one")
+        answer = server.call(ADA, "PUT", "copy", content=export.content)
+        assert answer.status_code == 200 and answer.json()["added"] == 1
+        (turn,) = server.call(ADA, "GET", "copy").json()["turns"]
+        assert (turn["prompt"], turn["response"]) == (prompt, TEXT)
+        assert all(server.draws_on(server.identity(ADA, "copy"), engine=engine) for engine in (0, 1))
+
     def test_importing_again_adds_what_is_missing(self, start: Start) -> None:
         server = start(ADA)
         server.say(server.identity(ADA, "one"))
@@ -92,6 +104,7 @@ class TestExportAndImport:
             (lambda body: with_turn(body, parent="g" * 16), "turns.0.parent"),
             (lambda body: with_turn(body, prompt=[-1]), "turns.0.prompt.0"),
             (lambda body: with_turn(body, prompt=[1.5]), "turns.0.prompt.0"),
+            (lambda body: with_turn(body, prompt=[2**31 - 1]), "turns.0.prompt.0"),
             (lambda body: with_turn(body, response=[VOCABULARY]), "turns.0"),
             (lambda body: with_turn(body, response=[2**40]), "turns.0.response.0"),
             (lambda body: with_turn(body, created=float("nan")), "turns.0.created"),

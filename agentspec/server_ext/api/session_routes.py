@@ -55,6 +55,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]  # one error says enough
+_PromptTokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31 - 1)]], FailFast()]  # what SuffixCache takes
 
 
 class ExportedTurn(BaseModel):
@@ -67,7 +68,7 @@ class ExportedTurn(BaseModel):
     kept: int = Field(ge=0, lt=2**32)
     parent: _Hash
     block: _Hash
-    prompt: _Tokens
+    prompt: _PromptTokens
     response: _Tokens
     created: float = Field(ge=0, lt=1e12)
     weights: str | None = Field(default=None, max_length=256)
@@ -300,7 +301,7 @@ def _import(session: ExportedSession, identity: Identity, vocabulary: int) -> li
     """Return the records of an exported session for a session of the caller."""
     payloads = []
     for i, turn in enumerate(session.turns):
-        if max(turn.prompt, default=0) >= vocabulary or max(turn.response, default=0) >= vocabulary:
+        if max(turn.response, default=0) >= vocabulary:  # a prompt may have placeholders of images behind it
             raise _refused(f"turns.{i}: a token id is not below {vocabulary}, the size of the model's vocabulary")
         record = TurnRecord(
             writer=turn.writer,
