@@ -56,27 +56,20 @@ class BodyMiddleware:
         tokenizer = tokenizer_of(engine)
         if tokenizer is None:  # vLLM answers no chats then
             return _NOTHING
+        known = engine.vllm_config.model_config.get_vocab_size()  # a tokenizer may have more: placeholders of images
         if predicts and (prediction := read_prediction(body, tokenizer)):
-            return _known(engine, prediction), _NOTHING[1]
+            return [token for token in prediction if token < known], _NOTHING[1]
         if self._quotes is None:
             settings = load_settings(engine.vllm_config.additional_config)
             self._quotes = Quotes(tokenizer, settings.quote_tokens if settings.enabled else 0)
         try:
-            return (), np.array(_known(engine, self._quotes.read(body).tolist()), np.int32)
+            quotable = self._quotes.read(body)
+            return (), quotable[quotable < known]
         except Exception:  # a tokenizer may raise anything, and vLLM may answer all the same
             if not self._failed:
                 self._failed = True
                 logger.exception("agentspec: what responses may quote cannot be read; such requests draft without it")
             return _NOTHING
-
-
-def _known(engine: Any, tokens: Sequence[int]) -> list[int]:
-    """Return those of a text's tokens that the served model has.
-
-    A tokenizer may know more, such as placeholders of images, which the model never says.
-    """
-    size = engine.vllm_config.model_config.get_vocab_size()
-    return [token for token in tokens if token < size]
 
 
 async def _read(receive: Receive) -> tuple[bytes, Receive]:
