@@ -95,9 +95,10 @@ def serve(
     }
     given = {name: value for name, value in settings.items() if value is not None}
     hand_on(store=store, tenant=tenant, record=record)
-    arguments = serve_arguments(context.args, given, max_draft)
+    # Where options stand before the model, `model` holds the first of them.
+    arguments = serve_arguments([model, *context.args], given, max_draft)
     settle_store({})  # an unusable store is an error here
-    run_vllm([model, *arguments])
+    run_vllm(arguments)
 
 
 simulate.add_to(app)

@@ -199,6 +199,54 @@ def test_what_vllm_refuses_of_a_server_is_one_line(
     assert status == 2 and printed == f"agentspec: m: vLLM ended with an error: {why}{remedy}\n"
 
 
+def test_an_error_behind_options_that_stand_before_the_model_names_no_option(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError("m is no model")
+
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", SimpleNamespace(main=refuse))
+    status, printed = agentspec("serve", "--dtype", "float32", "m")
+    assert status == 2 and printed == "agentspec: vLLM ended with an error: m is no model\n"
+
+
+class TestOptionsBeforeTheModel:
+    """vLLM takes them there, too, and its file of options may name the model."""
+
+    SETTINGS = '{"agentspec": {"scope": "none"}}'
+    METHOD = '{"method": "ngram", "num_speculative_tokens": 3}'
+
+    @pytest.fixture
+    def arguments(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Return the list that receives the arguments of vllm serve."""
+        received: list[str] = []
+        monkeypatch.setattr("agentspec.server_ext.vllm_adapter.launch.run_vllm", received.extend)
+        return received
+
+    def test_settings_and_method_count(self, agentspec: Program, arguments: list[str]) -> None:
+        given = ("--additional-config", self.SETTINGS, "--speculative-config", self.METHOD)
+        assert agentspec("serve", *given, "--dtype", "float32", "m", "--verify-cost", "0.1")[0] == 0
+        assert arguments[:3] == ["--dtype", "float32", "m"]
+        assert arguments.count("--additional-config") == arguments.count("--speculative-config") == 1
+        settings = json.loads(arguments[arguments.index("--additional-config") + 1])
+        assert settings == {"agentspec": {"scope": "none", "verify_cost": 0.1}}
+        method = json.loads(arguments[arguments.index("--speculative-config") + 1])
+        assert method["method"] == "ngram"
+
+    def test_a_file_that_names_the_model_counts(self, agentspec: Program, arguments: list[str], tmp_path: Path) -> None:
+        file = tmp_path / "vllm.yaml"
+        file.write_text(f"model: m\nadditional-config: {self.SETTINGS}\n")
+        assert agentspec("serve", "--config", str(file))[0] == 0
+        assert arguments[:2] == ["--config", str(file)]
+        settings = json.loads(arguments[arguments.index("--additional-config") + 1])
+        assert settings == {"agentspec": {"scope": "none"}}
+
+    def test_what_excludes_drafts_is_refused(self, agentspec: Program, arguments: list[str]) -> None:
+        status, printed = agentspec("serve", "--pipeline-parallel-size", "2", "m")
+        assert status == 2 and "--pipeline-parallel-size 2" in printed and not arguments
+
+
 def test_the_field_of_a_wrong_option_is_quoted() -> None:
     class Options(BaseModel):
         length: int

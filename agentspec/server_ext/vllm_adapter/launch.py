@@ -240,7 +240,8 @@ def run_vllm(arguments: Sequence[str]) -> None:
         # Such as no model of this name, a port in use, a wrong option, a method that the model has no layers for.
         logger.debug("agentspec: vLLM ended with an error", exc_info=True)
         remedy = _IN_USE if isinstance(error, OSError) and error.errno == errno.EADDRINUSE else ""
-        raise ConfigurationError(f"{arguments[0]}: vLLM ended with an error: {first_line(error)}{remedy}") from error
+        model = "" if arguments[0].startswith("-") else f"{arguments[0]}: "
+        raise ConfigurationError(f"{model}vLLM ended with an error: {first_line(error)}{remedy}") from error
 
 
 def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
