@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from agentspec.client.agents_session import AgentsSession
 from agentspec.client.base import ClientBase, SessionBase, StreamItem
-from agentspec.client.connection import connect
+from agentspec.client.connection import connect, remedies_noted
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, Turn
 from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
@@ -246,7 +246,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             request = await self._request(call, turn)
-            with options_named(request):
+            with options_named(request), remedies_noted(self._client.openai):
                 raw = await send(**request)
             with self._conversation.undone_if_interrupted():
                 reply = self._client._finish_call(call, turn, raw)
@@ -331,7 +331,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
             request = await self._request(call, turn, stream=True)
             completions: Any = self._client._connection(call).chat.completions
             answer = StreamedAnswer()
-            with options_named(request):
+            with options_named(request), remedies_noted(self._client.openai):
                 opened = (
                     completions.stream(**request)
                     if call.model_class

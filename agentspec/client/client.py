@@ -14,7 +14,7 @@ import openai
 from typing_extensions import Unpack
 
 from agentspec.client.base import ClientBase, SessionBase, StreamItem
-from agentspec.client.connection import connect
+from agentspec.client.connection import connect, remedies_noted
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable
 from agentspec.client.loops import Loops
 from agentspec.client.messages import Content
@@ -273,7 +273,7 @@ class Session(SessionBase, Loops):
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             request = self._client._requests.build(call, turn.messages)
-            with options_named(request):
+            with options_named(request), remedies_noted(self._client.openai):
                 raw = send(**request)
             with self._conversation.undone_if_interrupted():
                 reply = self._client._finish_call(call, turn, raw)
@@ -378,7 +378,7 @@ class Session(SessionBase, Loops):
             completions: Any = self._client._connection(call).chat.completions
             send: Any = completions.stream if call.model_class else partial(completions.create, stream=True)
             answer = StreamedAnswer()
-            with options_named(request), send(**request) as events:
+            with options_named(request), remedies_noted(self._client.openai), send(**request) as events:
                 yield ""
                 for event in events:
                     if text := answer.add(event):

@@ -6,9 +6,12 @@ The HTTP client would refuse them at the first call, as "Connection error", with
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+
+import openai
 
 from agentspec.addresses import without_secrets
 from agentspec.client.request import check_header_value, check_headers, check_mapping, check_retries
@@ -47,6 +50,30 @@ def connect(make: Callable[..., T], base_url: str | None, api_key: str | None, o
             raise
         shown = ", ".join(f"{name}={value}" for name, value in named.items())
         raise ConfigurationError(f"{shown}: no certificates can be read there ({error}); name a PEM file") from error
+
+
+@contextmanager
+def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[None]:
+    """Add a note to an error of the OpenAI client where address or key are wrong: its own text names neither.
+
+    connection: the OpenAI client that makes the block's calls.
+    """
+    address = without_secrets(str(connection.base_url).rstrip("/"))
+    try:
+        yield
+    except openai.APITimeoutError as error:
+        error.add_note(f"agentspec: {address} did not answer in time")
+        raise
+    except openai.APIConnectionError as error:
+        error.add_note(f"agentspec: {address} cannot be reached: wait until its server is up, or give another base_url")
+        raise
+    except openai.AuthenticationError as error:
+        error.add_note(f"agentspec: give the key of {address} as api_key, or in the variable OPENAI_API_KEY")
+        raise
+    except openai.NotFoundError as error:
+        if connection.base_url.path in ("", "/"):  # no error about a model: nothing reads one there
+            error.add_note(f"agentspec: most servers answer below /v1: give {address}/v1 as base_url")
+        raise
 
 
 def check_address(name: str, given: object) -> None:
