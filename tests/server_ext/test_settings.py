@@ -1,5 +1,6 @@
 """Settings and the launch arguments: bad input names the field and the remedy."""
 
+import inspect
 import json
 import os
 import re
@@ -8,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from agentspec.cli.app import serve
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter import check_version
-from agentspec.server_ext.vllm_adapter.launch import hand_on, prepare_environment, serve_arguments
+from agentspec.server_ext.vllm_adapter.launch import OPTIONS, hand_on, prepare_environment, serve_arguments
 from agentspec.server_ext.vllm_adapter.speculative_config import engine_options
 
 
@@ -256,6 +258,24 @@ class TestLaunch:
         with pytest.raises(ConfigurationError, match=rf"additional-config: {{agentspec: {{{setting}: …}}}}") as error:
             serve_arguments(["--config", str(file)], {}, None)
         assert "hunter2" not in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("argument", "remedy"),
+        [
+            ("--max-bytes", '--additional-config \'{"agentspec": {"max_bytes": …}}\''),
+            ("--history_window", '--additional-config \'{"agentspec": {"history_window": …}}\''),
+            ("--principal_header", "--principal-header"),
+        ],
+    )
+    def test_a_setting_that_is_no_option_is_refused_with_its_place(self, argument: str, remedy: str) -> None:
+        """vLLM prints its usage and calls it an unrecognized argument."""
+        for arguments in ([argument, "1"], ["m", f"{argument}=1"]):
+            with pytest.raises(ConfigurationError) as error:
+                serve_arguments(arguments, {}, None)
+            assert str(error.value) == f"{argument}: there is no such option; give the setting as {remedy}"
+
+    def test_the_settings_with_options_are_those_of_the_command(self) -> None:
+        assert set(inspect.signature(serve).parameters) == {"context", "model"} | OPTIONS
 
     def test_no_option_of_vllms_is_named_like_a_setting(self) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs

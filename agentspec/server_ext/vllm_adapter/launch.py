@@ -32,6 +32,9 @@ logger = logging.getLogger("vllm.agentspec")
 _SPECULATIVE_FLAGS = ("--speculative-config", "-sc")
 _IN_USE = "; give another --port; with --uds another path, or remove that file if no server listens there"
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp")
+_SHARING = ("tenant", "principal_header", "tenant_header", "api_keys_file", "scope", "public")
+OPTIONS = frozenset(("store", *_SHARING, "max_draft", "verify_cost", "record"))
+"""Settings that `agentspec serve` has options for."""
 _FILE = "--config"
 _LEAST_ABBREVIATION = len("--add")
 
@@ -85,7 +88,12 @@ def _check_line(line: "CommandLine") -> None:
     if (argument := line.begins_with("--spec-")) is not None:
         raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
     for name in Settings.model_fields:
-        if line.in_file(f"--{name.replace('_', '-')}") is not None:
+        option = f"--{name.replace('_', '-')}"
+        spelled = line.spelling(option)
+        if spelled is not None and not (name in OPTIONS and spelled == option):
+            remedy = option if name in OPTIONS else f'--additional-config \'{{"agentspec": {{"{name}": …}}}}\''
+            raise ConfigurationError(f"{spelled}: there is no such option; give the setting as {remedy}")
+        if line.in_file(option) is not None:
             raise ConfigurationError(
                 f"--config: {name.replace('_', '-')} is no option of vLLM's; give it in that file as "
                 f"additional-config: {{agentspec: {{{name}: …}}}}"
@@ -162,6 +170,11 @@ class CommandLine:
         """Return what the file says of an option; None where it says nothing."""
         found = (self._file.get(name.lstrip("-")) for name in names)
         return next((value for value in found if value is not None), None)
+
+    def spelling(self, name: str) -> str | None:
+        """Return how the arguments spell an option, None if it is not among them."""
+        places = self._places((name,))
+        return self.rest[places[0][0]].partition("=")[0] if places else None
 
     def begins_with(self, prefix: str) -> str | None:
         """Return an option of the arguments or the file whose name begins so, None if there is none."""
