@@ -199,6 +199,27 @@ def test_what_vllm_refuses_of_a_server_is_one_line(
     assert status == 2 and printed == f"agentspec: m: vLLM ended with an error: {why}{remedy}\n"
 
 
+def test_a_model_whose_folder_is_missing_is_said_to_be(
+    agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("Repo id must be in the form 'repo_name'")
+
+    folder, problems = tmp_path / "model", tmp_path / "problems.jsonl"
+    problems.write_text('{"id": "a", "prompt": "x"}\n')
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse, SamplingParams=dict))
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", SimpleNamespace(main=refuse))
+    rollout = ("rollout", str(problems), "--out", str(tmp_path / "out.jsonl"), "--model", str(folder))
+    for command in (("serve", str(folder)), rollout):
+        status, printed = agentspec(*command)
+        assert status == 2 and printed.endswith("'repo_name' (there is no such folder)\n")
+    folder.mkdir()
+    for command in (("serve", str(folder)), rollout):
+        status, printed = agentspec(*command)
+        assert status == 2 and printed.endswith("'repo_name'\n")
+
+
 def test_an_error_behind_options_that_stand_before_the_model_names_no_option(
     agentspec: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:

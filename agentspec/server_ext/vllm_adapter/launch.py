@@ -252,7 +252,8 @@ def run_vllm(arguments: Sequence[str]) -> None:
     except (OSError, ValidationError, NotImplementedError) as error:
         # Such as no model of this name, a port in use, a wrong option, a method that the model has no layers for.
         logger.debug("agentspec: vLLM ended with an error", exc_info=True)
-        remedy = _IN_USE if isinstance(error, OSError) and error.errno == errno.EADDRINUSE else ""
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        remedy = _IN_USE if in_use else missing_folder(arguments[0])
         model = "" if arguments[0].startswith("-") else f"{arguments[0]}: "
         raise ConfigurationError(f"{model}vLLM ended with an error: {first_line(error)}{remedy}") from error
 
@@ -264,6 +265,14 @@ def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
     except ImportError:  # there is no vLLM
         return (ValueError, *more)
     return (ValueError, VLLMClientError, *more)
+
+
+def missing_folder(model: str) -> str:
+    """Return the end of an error about a model that is named by a path where nothing is, "" about any other.
+
+    vLLM takes the path for a name of the hub, and finds fault with its characters.
+    """
+    return " (there is no such folder)" if model.startswith((".", "/", "~")) and not Path(model).exists() else ""
 
 
 def without_vllm(error: ImportError) -> ConfigurationError:

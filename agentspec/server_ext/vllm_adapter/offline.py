@@ -10,7 +10,7 @@ from typing import Any
 
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, RolloutError, first_line
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id
-from agentspec.server_ext.vllm_adapter.launch import refusals, without_vllm
+from agentspec.server_ext.vllm_adapter.launch import missing_folder, refusals, without_vllm
 from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 
 DRAFT_FIGURES = "per_request_spec_decode_metrics"
@@ -117,7 +117,8 @@ class OfflineEngine:
         except AgentSpecError:
             raise
         except refusals(OSError, TypeError, RuntimeError) as error:
-            raise ConfigurationError(f"model {model}: vLLM refuses it or its options: {first_line(error)}") from error
+            why = f"{first_line(error)}{missing_folder(model)}"
+            raise ConfigurationError(f"model {model}: vLLM refuses it or its options: {why}") from error
         engine.model = model  # vLLM has the files' folder in the place of a hub id where it may not ask the hub
         return engine
 
