@@ -38,6 +38,7 @@ def main() -> int:
         print(f"{attempt.name}: {attempt.error or (attempt.reply.text if attempt.reply else '')}\n")
     print(f"stopped: {result.stopped}")
     if any(attempt.reply for attempt in result.attempts):
+        options.report.touch(mode=0o600)  # it holds what was said
         options.report.write_text(render(read_run(record)), encoding="utf-8")
         print(f"where the tokens came from: {options.report}")
     return 0 if result.done else 1

@@ -48,6 +48,7 @@ def test_the_pipeline_ends_with_a_report(server: FakeServer, tmp_path: Path) -> 
     server.counts = COUNTS
     said = run_example("pipeline.py", server, tmp_path)
     assert "review: answer 3" in said and "answer 3" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "report.html").stat().st_mode & 0o077 == 0
     assert {chat.headers["x-parent-session-id"] for chat in server.chats} == {"pipeline"}
 
 
@@ -92,7 +93,11 @@ def test_the_runner_of_openai_agents_keeps_its_history_in_a_session(server: Fake
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pydantic_ai") is None, reason="pydantic-ai-slim is not installed")
-def test_pydantic_ai_needs_an_address_and_a_header(server: FakeServer, tmp_path: Path) -> None:
+def test_pydantic_ai_needs_an_address_and_a_header(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.api_key = "secret"
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
     server.answers = [{"content": text, "reasoning": None} for text in ("one", "two")]
     said = run_example("pydantic_ai_agent.py", server, tmp_path, "--session", "hares")
     assert said == "one\ntwo\nsession hares: 3 tokens in the last turn\n"
