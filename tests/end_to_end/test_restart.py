@@ -90,6 +90,10 @@ def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, databas
     again, figures = complete(fast, published, "public-2")
     assert again == expected and figures["accepted_by_source"]["public"] > 0
     assert fast.stats()["accepted_by_source"]["public"] == figures["accepted_by_source"]["public"]
+    said = [
+        line for line in fast.log.read_text(errors="replace").splitlines() if "agentspec: public corpus of 1" in line
+    ]
+    assert len(said) == 1 and "INFO" in said[0]
 
 
 def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> None:

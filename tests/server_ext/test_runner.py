@@ -1,5 +1,6 @@
 """The extension on vLLM's model runner, without a running engine: what it reads of a step, and what it gives back."""
 
+import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -377,3 +378,27 @@ class TestRunner:
             assert extension.draft(object(), forward) == [[3], [4]]
             assert extension.engine is not None
             assert extension.engine.metrics.counters["errors_adapter"] == 1
+
+
+class TestLog:
+    def loggers(self, monkeypatch: pytest.MonkeyPatch) -> tuple[logging.Logger, logging.Logger]:
+        """Return agentspec's logger and vLLM's as they are in an engine, where no test collects what is logged."""
+        own, of_vllm = logging.getLogger("agentspec"), logging.getLogger("vllm")
+        for logger, level, handlers in ((own, logging.NOTSET, []), (of_vllm, logging.INFO, [logging.NullHandler()])):
+            monkeypatch.setattr(logger, "handlers", handlers)
+            monkeypatch.setattr(logger, "level", level)
+            monkeypatch.setattr(logger, "propagate", False)
+        return own, of_vllm
+
+    def test_it_is_vllms(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own, of_vllm = self.loggers(monkeypatch)
+        runner.log_as_vllm()
+        runner.log_as_vllm()
+        assert own.handlers == of_vllm.handlers and own.level == logging.INFO
+
+    def test_one_that_somebody_configured_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own, _ = self.loggers(monkeypatch)
+        mine = logging.NullHandler()
+        own.addHandler(mine)
+        runner.log_as_vllm()
+        assert own.handlers == [mine] and own.level == logging.NOTSET

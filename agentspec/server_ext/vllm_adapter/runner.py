@@ -57,6 +57,7 @@ class RunnerExtension:
     """
 
     def __init__(self, vllm_config: Any, native: ModelDrafter | None = None) -> None:
+        log_as_vllm()
         self.settings = load_settings(vllm_config.additional_config)
         self.max_draft = check_draft_limit(vllm_config.speculative_config.num_speculative_tokens)
         limits = engine_limits(vllm_config)
@@ -342,6 +343,17 @@ def _is_first_rank() -> bool:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank()) == 0
+
+
+def log_as_vllm() -> None:
+    """Let the loggers below ``agentspec`` write as vLLM's do, unless somebody has configured them.
+
+    By themselves they write nothing below a warning, and of a warning the bare text.
+    """
+    own, of_vllm = logging.getLogger("agentspec"), logging.getLogger("vllm")
+    if not own.hasHandlers():
+        own.handlers[:] = of_vllm.handlers
+        own.setLevel(of_vllm.level)
 
 
 def _build_engine(vllm_config: Any, settings: Settings, max_draft: int, limits: EngineLimits) -> DraftingEngine:
