@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, MutableMapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from agentspec.cache import Scope
 from agentspec.cache.policy import MAX_DRAFT, ArcticSettings, DraftPolicy
-from agentspec.cache.store import QUEUE_BYTES, Retention, can_write, default_store_url, open_store, sqlite_path
+from agentspec.cache.store import (
+    QUEUE_BYTES,
+    Retention,
+    can_write,
+    check_layout,
+    default_store_url,
+    open_store,
+    sqlite_path,
+)
 from agentspec.cache.types import DEFAULT_MAX_BYTES, MAX_QUOTABLE, HistoryWindow
 from agentspec.errors import ConfigurationError, StoreUnavailableError
 from agentspec.identifiers import check_session_id
@@ -266,11 +275,12 @@ def settle_store(config: object, environ: MutableMapping[str, str] = os.environ)
 
     config: vLLM's ``additional_config`` value. A default store that cannot be opened, as on a full disk, makes way for
     one in memory, here and in the processes that this one starts. Raises ConfigurationError as ``load_settings`` does,
-    and StoreError for a store that somebody named, or whose file is not agentspec's.
+    and StoreError for a store that somebody named, whose file is not agentspec's, or whose logs have other shards.
     """
     settings = load_settings(config, environ)
     try:
-        open_store(settings.store, to_write=True).close()
+        with closing(open_store(settings.store, to_write=True)) as opened:
+            check_layout(opened)
     except StoreUnavailableError as error:
         if "store" in settings.model_fields_set:
             raise StoreUnavailableError(f"store {error} (--store or AGENTSPEC_STORE)") from error

@@ -9,11 +9,22 @@ from typing import Any
 import pytest
 import redis
 
-from agentspec.cache.store import Erasure, Losses, NewEntry, RedisStore, Retention, Trimmed, Usage, open_store
+from agentspec.cache.store import (
+    Erasure,
+    Losses,
+    NewEntry,
+    RedisStore,
+    Retention,
+    Trimmed,
+    Usage,
+    check_layout,
+    open_store,
+)
 from agentspec.cache.store.redis_index import LogIndex
 from agentspec.cache.store.redis_shard import RedisShard, ShardState
 from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError, StoreVersionError
 from agentspec.testing.redis_server import RedisServer
+from agentspec.testing.server import free_port
 from tests.store.helpers import NS, wait_until
 
 PASSWORD = "hunter2-correct-horse"
@@ -111,6 +122,23 @@ def test_logs_are_known_again_after_the_server_lost_everything(server: RedisServ
             assert (another.namespaces(), another.usage().records) == (["a", "b"], 2)
             assert [entry.payload for entry in another.read("a")] == [b"after"]
             assert another.trim(Retention(records=0)).records == 2
+
+
+def test_a_server_is_refused_that_was_given_another_number_of_shards(server: RedisServer) -> None:
+    with closing(open_store(f"{server.url}?shards=2")) as store:
+        assert isinstance(store, RedisStore)
+        raw(store).flushall()
+        check_layout(store)
+        assert not raw(store).keys()  # it was asked alone
+        store.append(NS, [NewEntry("s", b"0")])
+        check_layout(store)
+    with closing(open_store(f"{server.url}?shards=3")) as other:
+        with pytest.raises(StoreError, match="have 2 shards, not 3; put shards=2 into the store URL"):
+            check_layout(other)
+        with pytest.raises(StoreError, match="have 2 shards, not 3"):
+            other.append(NS, [NewEntry("s", b"0")])
+    with closing(open_store(f"redis://127.0.0.1:{free_port()}/0?shards=3")) as away:
+        check_layout(away)
 
 
 def test_a_log_that_the_server_lost_was_not_trimmed(store: RedisStore) -> None:

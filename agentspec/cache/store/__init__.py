@@ -35,6 +35,7 @@ from agentspec.cache.store.records import CutRecord, EraseRecord, MessageRecord,
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
 from agentspec.cache.store.urls import (
     can_write,
+    check_layout,
     default_store_url,
     open_store,
     redact,
@@ -80,6 +81,7 @@ __all__ = [
     "Wanted",
     "WriterStats",
     "can_write",
+    "check_layout",
     "decode",
     "default_store_url",
     "encode",

@@ -325,7 +325,11 @@ class RedisStore:
         if namespace in self._checked:
             return
         if not self._shards_checked:
-            self._check_shards()
+            key = f"{self.prefix}:shards"
+            if self.command("GET", key) is None:
+                self.command("SET", key, self._layout.shards if self._index.is_new() else 1, "NX")
+            self.check_shards()
+            self._shards_checked = True
         if not self._converting and self.command("EXISTS", f"{{{self.prefix}:{namespace}}}:log"):
             raise StoreVersionError(
                 f"{self._client.shown}: an older release wrote the log {namespace} here;"
@@ -343,17 +347,15 @@ class RedisStore:
             self._put_secret_back()
             _remember(self._entered, namespace)
 
-    def _check_shards(self) -> None:
-        key = f"{self.prefix}:shards"
-        if self.command("GET", key) is None:
-            self.command("SET", key, self._layout.shards if self._index.is_new() else 1, "NX")
-        held = int(self.command("GET", key))
-        if held != self._layout.shards:
+    def check_shards(self) -> None:
+        """Raise StoreError if the logs have another number of shards. Where the store remembers none, say nothing."""
+        held = self.command("GET", f"{self.prefix}:shards")
+        if held is not None and int(held) != self._layout.shards:
             raise StoreError(
-                f"{self._client.shown}: the logs under the prefix {self.prefix!r} have {held} shards, not"
-                f" {self._layout.shards}; put shards={held} into the store URL of every server, or take another prefix"
+                f"{self._client.shown}: the logs under the prefix {self.prefix!r} have {int(held)} shards, not"
+                f" {self._layout.shards}; put shards={int(held)} into the store URL of every server, or take another"
+                " prefix"
             )
-        self._shards_checked = True
 
     def _shards(self, namespace: str, place: int | None = None) -> list[RedisShard]:
         """Return the shards of a log, or the one at a place."""

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -95,6 +96,20 @@ def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = Fals
     if url == "memory://":
         return MemoryStore(memory_bytes)
     raise _refused(url, "unknown kind of store")
+
+
+def check_layout(store: Store) -> None:
+    """Raise StoreError for a Redis that has the logs in another number of shards than its URL says.
+
+    One that is away is not waited for: turns wait until it is back.
+    """
+    if isinstance(store, SQLiteStore | MemoryStore):
+        return
+    from agentspec.cache.store.redis_store import RedisStore  # importing redis takes as long as all of the client
+
+    if isinstance(store, RedisStore):
+        with suppress(StoreUnavailableError):
+            store.check_shards()
 
 
 def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
