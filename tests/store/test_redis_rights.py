@@ -126,6 +126,13 @@ def test_turns_wait_while_the_server_lacks_a_command(command: str) -> None:
         assert keys(server) <= {"usage"}
 
 
+def test_a_server_in_the_place_of_a_sentinel_is_said_to_be_none() -> None:
+    with RedisServer() as server, closing(open_store(f"redis+sentinel://127.0.0.1:{server.port}/mymaster")) as store:
+        with pytest.raises(StoreUnavailableError, match="no Sentinel answers there") as caught:
+            store.ping()
+        assert "rename-command" not in str(caught.value)
+
+
 def test_a_server_before_redis_6_2_is_written_to(
     server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

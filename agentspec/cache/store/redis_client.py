@@ -249,6 +249,10 @@ class RedisClient:
     def _unknown(self, error: Exception, script: str) -> StoreUnavailableError:
         """Return the error for a command that the server lacks. Redis's own may quote what was to be written."""
         names = " or ".join(refused_commands(str(error), script)) or "a command"
+        if names == "SENTINEL":
+            return StoreUnavailableError(
+                f"{self.shown}: no Sentinel answers there; give the Sentinels' hosts, or redis:// with the server's"
+            )
         return StoreUnavailableError(
             f"{self.shown}: the server does not know {names}; take rename-command out of its settings"
             " (docs/operations.md says which commands are needed)"
