@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,13 @@ def test_other_bodies_are_left_to_vllm(body: bytes) -> None:
     assert len(Quotes(Tokenizer(), 9).read(body)) == 0
 
 
+@pytest.mark.parametrize("text", ['"\\' * 100_000, "'" * 200_000, "it's " * 40_000, "[" * 200_000, "1\t\n" * 70_000])
+def test_no_text_takes_more_time_than_its_length_explains(text: str) -> None:
+    began = time.process_time()
+    spellings(text, PATCH_CALL)
+    assert time.process_time() - began < 2
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 def test_numbers_of_lines_are_left_out(number: str) -> None:
     text = "\n".join(number.format(i) + line for i, line in enumerate(FILE.splitlines(), 1))
@@ -119,6 +127,10 @@ def test_of_a_result_that_is_json_its_long_strings_are_taken() -> None:
     assert read_from({"output": FILE, "metadata": {"exit_code": 0}}, ensure_ascii=False) == [FILE]
     assert read_from({"output": FILE}) == [SPELLED, FILE]  # the result has \u00e9 where a response has é
     assert read_from([{"a": {"b": NUMBERED}}, WORDS], ensure_ascii=False) == [SPELLED, FILE, WORDS]
+    assert spellings(f"Result: {{'output': {FILE!r}, 'code': 0}}", JSON) == [SPELLED, FILE]
+    assert spellings(repr({"a": FILE + "\x1b it's", "b": 1}), JSON)[1] == FILE + "\x1b it's"
+    code = "import re\nWORD = re.compile('a long word in code\\\\n')\nNAMES = []\nfor name in NAMES:\n    print(name)\n"
+    assert spellings(code, JSON) == [json.dumps(code)[1:-1]]
     package = json.dumps({"name": "a", "version": "1.0.0"}, indent=1)
     assert spellings(package, JSON) == [json.dumps(package)[1:-1]]
     assert spellings("[" * 100_000, JSON) == spellings("{not JSON}", JSON) == []

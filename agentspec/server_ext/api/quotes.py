@@ -2,7 +2,7 @@
 
 - A tool call's arguments quote a file as a JSON string, with ``\\n`` for the end of a line.
 - A file was shown with a number in front of each line, and the response quotes it without.
-- A tool's result is JSON, with the file as a string in it, and the response quotes the file as it is.
+- A tool's result has the file as a string in JSON, or in Python's form, and the response quotes the file as it is.
 - A patch quotes a file's lines with ``-`` or a space in front.
 
 These are other tokens than the prompt's, so nearly every line ends a draft. Here the prompt's texts become tokens in
@@ -32,7 +32,9 @@ _LEAST_TEXT = 24  # characters
 _ESCAPED = re.compile(r'["\\\x00-\x1f]')  # what JSON spells otherwise
 _NUMBER = r" *L?(\d{1,9})(?:\t|→|\| ?|[:-])"
 _NUMBERED = re.compile(_NUMBER)
-_SEVERAL_LINES = re.compile(r"\n|\\n")  # or those of a string in JSON
+# A string without an end counts up to the end of its line, so that a search takes linear time.
+_STRING = re.compile(r"""["](?:[^"\\\n]|\\.)*["]?|['](?:[^'\\\n]|\\.)*[']?""")
+_SEVERAL_LINES = re.compile(r"\n|\\n")  # or those of a string
 _HAS_NUMBERS = re.compile(rf"\n{_NUMBER}")
 _BODY_HAS_NUMBERS = re.compile(rb"\\n *L?\d{1,9}(?:\\t|\\u2192|\xe2\x86\x92|[|:-])")
 _PATCH_SIGNS = ("apply_patch", "*** Begin Patch", "```diff", "```patch", "unified diff", "diff --git", "--- a/")
@@ -130,10 +132,10 @@ def may_quote(body: bytes) -> bool:
 def spellings(text: str, form: Form) -> list[str]:
     """Return the spellings, other than its own, in which a response of this form may quote a text.
 
-    Of a text that is JSON itself the long strings are taken.
+    Of a text that is JSON the long strings are taken.
     """
     found = list[str]()
-    for part in _strings_in_json(text) or [text]:
+    for part in _strings_in(text) or [text]:
         plain = without_numbers(part)
         if form.patch and "\n" in plain:
             lines = [f"-{plain}".replace("\n", "\n-"), f" {plain}".replace("\n", "\n ")]
@@ -220,16 +222,17 @@ def _strings(content: Any) -> Iterator[str]:
                 yield from _strings(part.get("content"))
 
 
-def _strings_in_json(text: str) -> list[str]:
-    """Return the strings of several lines in a text that is a JSON object or list."""
-    left, found = [], list[str]()
-    if text.lstrip()[:1] in ("{", "["):
-        with suppress(ValueError, RecursionError):
-            left.append(json.loads(text))
-    while left:
-        value = left.pop()
-        if isinstance(value, str) and len(value) >= _LEAST_TEXT and "\n" in value:
-            found.append(value)
-        elif isinstance(value, dict | list):
-            left += reversed(value.values() if isinstance(value, dict) else value)
-    return found
+def _strings_in(text: str) -> list[str]:
+    """Return the strings of several lines in a text of which they are a third or more, such as JSON."""
+    found = [
+        each for each in _STRING.findall(text) if len(each) >= _LEAST_TEXT and each[0] == each[-1] and "\\n" in each
+    ]
+    return [_value(string) for string in found] if 3 * sum(map(len, found)) > len(text) else []
+
+
+def _value(string: str) -> str:
+    """Return what a string in JSON says, or one in Python's form, which has escapes that JSON lacks."""
+    try:
+        return str(json.loads(string))
+    except ValueError:
+        return string[1:-1].encode("latin-1", "backslashreplace").decode("unicode_escape", "replace")
