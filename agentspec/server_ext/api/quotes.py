@@ -27,7 +27,7 @@ from agentspec.server_ext.step import Int32
 
 _KEPT_BYTES = 32_000_000
 _ENTRY_BYTES = 256  # of a text that is remembered, beside its tokens
-_LONGEST_TOKEN = 16  # characters of a token, at most, on average over a text that is read whole
+_LONGEST_TOKEN = 6  # characters of a token, at most, on average over a text that is read whole
 _LEAST_TEXT = 24  # characters
 _ESCAPED = re.compile(r'["\\\x00-\x1f]')  # what JSON spells otherwise
 _NUMBER = r" *L?(\d{1,9})(?:\t|→|\| ?|[:-])"
@@ -132,7 +132,7 @@ def may_quote(body: bytes) -> bool:
 def spellings(text: str, form: Form) -> list[str]:
     """Return the spellings, other than its own, in which a response of this form may quote a text.
 
-    Of a text that is JSON the long strings are taken.
+    Of a text that has its content in strings, such as JSON, these are taken.
     """
     found = list[str]()
     for part in _strings_in(text) or [text]:
