@@ -5,15 +5,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from agentspec.server_ext.api.quotes import Form, may_quote
 from agentspec.testing.server import ModelServer
 from tests.clients.agents import AGENTS, BIN, CodingAgent, Place
 from tests.clients.one_answer_model import CONTEXT, SENTENCE, write_model
@@ -97,6 +102,30 @@ def test_other_ways_lead_to_the_server(agent: CodingAgent, number: int, server: 
     where, way = place(server, agent, tmp_path), list(agent.ways.values())[number]
     said, session = agent.run(way, where, agent.first, "Say hello.")
     assert SENTENCE in said and session in sessions(server, where.key)
+
+
+FORMS = {"codex": Form(json=True, patch=True), "claude": Form(json=True), "opencode": Form(json=True)}
+"""What the agents' edits are: patches, or the JSON of calls that replace strings."""
+
+
+def test_what_an_agent_sends_tells_the_form_of_its_edits(agent: CodingAgent, tmp_path: Path) -> None:
+    bodies: list[bytes] = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_error(400)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as refusing:
+        threading.Thread(target=refusing.serve_forever, daemon=True).start()
+        where = Place(f"http://127.0.0.1:{refusing.server_port}", "key", tmp_path)
+        with suppress(AssertionError):  # the agent's own error about the refusal
+            agent.run(next(iter(agent.ways.values())), where, agent.first, "Say hello.")
+        refusing.shutdown()
+    assert {Form.of(json.loads(body)) for body in bodies if may_quote(body)} == {FORMS[agent.program]}
 
 
 @dataclass(frozen=True, slots=True)
