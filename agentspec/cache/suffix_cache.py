@@ -155,7 +155,7 @@ class SuffixCache(KeptTurns):
         whom the tenant does, e.g. the caller if it is one caller's. None: as before, at first the tenant itself.
         prediction: what its response is expected to be like, at most MAX_PREDICTION tokens; this request alone drafts
         from it, as source "prediction" (ArcticInference's rule ignores it).
-        quotable: what its response may quote anywhere, such as the prompt's text in the spelling of JSON strings, at
+        quotable: what its response may quote anywhere, such as the prompt's text in another spelling, at
         most MAX_QUOTABLE tokens; a source "quote" of the same kind, unused beside a prediction.
         Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes
         nothing.

@@ -66,7 +66,7 @@ _MEANING = {
     "sibling": "in an answer to the same problem that was still being written",
     "prediction": "in what the caller expected as the answer",
     "model": "by a draft model",
-    "quote": "in the request's own text, as JSON strings spell it",
+    "quote": "in the request's own text, as the answer spells it",
 }
 
 

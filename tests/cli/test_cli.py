@@ -1,6 +1,7 @@
 """The program as users call it: bad input is one line that names the option and the remedy, with exit status 2."""
 
 import errno
+import inspect
 import json
 import os
 import subprocess
@@ -14,7 +15,9 @@ from pydantic import BaseModel, ValidationError
 from agentspec import __version__
 from agentspec.cache.store import open_store
 from agentspec.cli import main
+from agentspec.cli.app import serve
 from agentspec.errors import StoreUnavailableError, first_line
+from agentspec.server_ext.vllm_adapter.launch import OPTIONS
 
 
 class Program:
@@ -230,6 +233,10 @@ def test_an_error_behind_options_that_stand_before_the_model_names_no_option(
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", SimpleNamespace(main=refuse))
     status, printed = agentspec("serve", "--dtype", "float32", "m")
     assert status == 2 and printed == "agentspec: vLLM ended with an error: m is no model\n"
+
+
+def test_the_list_of_serves_options_is_complete() -> None:
+    assert inspect.signature(serve).parameters.keys() - {"context", "model"} == OPTIONS
 
 
 class TestOptionsBeforeTheModel:

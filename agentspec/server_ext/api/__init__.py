@@ -5,7 +5,7 @@
 ``session_texts``     texts and messages that a client gives for a session, as turns
 ``request_bodies``    reads in a request's body what it drafts from beside its prompt:
 ``predictions``       OpenAI's Predicted Outputs, and
-``quotes``            what the arguments of a tool call may quote of the prompt, spelled as JSON
+``quotes``            what its response may quote of the prompt in another spelling
 ``response_figures``  a request's figures in its response
 ``prometheus``        the engines' figures on vLLM's ``/metrics``
 

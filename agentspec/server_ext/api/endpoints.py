@@ -5,9 +5,9 @@
 ``GET /v1/agentspec/requests/{id}``   figures of one finished or running request, by the id in its response
 
 A request with the header ``X-Agentspec-Figures`` gets its figures in the response (``response_figures``). Chat
-completions take OpenAI's ``prediction`` (``predictions``); what is quoted in tool calls is drafted from the prompt
-(``quotes``). Figures of a request are told to its principal alone, and
-all figures to whoever has the bearer key ``AGENTSPEC_ADMIN_KEY``.
+completions take OpenAI's ``prediction`` (``predictions``); what a response quotes is drafted from the prompt in the
+response's spelling (``quotes``). Figures of a request are told to its principal alone, and all figures to whoever has
+the bearer key ``AGENTSPEC_ADMIN_KEY``.
 """
 
 import ipaddress

@@ -88,7 +88,7 @@ class Quotes:
         """
         left, parts, seen = self._most, list[Int32](), set[bytes]()
         try:
-            request = json.loads(body)
+            request = json.loads(body) if self._most else None
         except (ValueError, RecursionError):
             request = None
         form = Form.of(request)

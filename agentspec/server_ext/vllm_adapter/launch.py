@@ -32,8 +32,18 @@ logger = logging.getLogger("vllm.agentspec")
 _SPECULATIVE_FLAGS = ("--speculative-config", "-sc")
 _IN_USE = "; give another --port; with --uds another path, or remove that file if no server listens there"
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp")
-_SHARING = ("tenant", "principal_header", "tenant_header", "api_keys_file", "scope", "public")
-OPTIONS = frozenset(("store", *_SHARING, "max_draft", "verify_cost", "record"))
+OPTIONS = {
+    "store",
+    "tenant",
+    "principal_header",
+    "tenant_header",
+    "api_keys_file",
+    "scope",
+    "public",
+    "max_draft",
+    "verify_cost",
+    "record",
+}
 """Settings that `agentspec serve` has options for."""
 _FILE = "--config"
 _LEAST_ABBREVIATION = len("--add")
