@@ -269,7 +269,8 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         """Erase all messages, as Session.clear() does."""
         self._client._refuse_if_unusable()
         with self._conversation.reserved():
-            await self._client._erase(self._conversation, cache_salts)
+            with remedies_noted(self._client.openai):
+                await self._client._erase(self._conversation, cache_salts)
             await self._wait(self._conversation.forget)
             await self._wait(self._client._forecaster.forget, self.id)
 
@@ -278,7 +279,8 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         await self.load()
         await self._client._probe_sessions()
         requests: list[Priming] = await self._wait(list, self._priming(texts, cache_salt))
-        return await self._client._prime(self.id, requests)
+        with remedies_noted(self._client.openai):
+            return await self._client._prime(self.id, requests)
 
     async def forecast(self) -> Forecast:
         """Return what speculation would bring on this session, as Session.forecast() does, in a thread."""

@@ -100,7 +100,8 @@ class ClientBase(Generic[OpenAIT]):
 
     def _resumed_priming(self, conversation: Conversation, call: Call) -> Iterator[Priming]:
         """Yield the request that primes a server with a session that was resumed here, before its first call."""
-        if conversation.resumed and not conversation.server_told and self._requests.session_path(conversation.id):
+        known = self._requests.extension and self._requests.session_path(conversation.id)
+        if known and conversation.resumed and not conversation.server_told:
             conversation.server_told = True
             yield from prime_resumed(conversation.messages()[: conversation.resumed], call.cache_salt)
 

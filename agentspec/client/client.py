@@ -306,7 +306,8 @@ class Session(SessionBase, Loops):
         """
         self._client._refuse_if_unusable()
         with self._conversation.reserved():
-            self._client._erase(self._conversation, cache_salts)
+            with remedies_noted(self._client.openai):
+                self._client._erase(self._conversation, cache_salts)
             self._conversation.forget()
             self._client._forecaster.forget(self.id)
 
@@ -322,7 +323,8 @@ class Session(SessionBase, Loops):
         self.load()
         self._client._probe_sessions()
         requests = list(self._priming(texts, cache_salt))  # all files are read before anything is sent
-        return self._client._prime(self.id, requests)
+        with remedies_noted(self._client.openai):
+            return self._client._prime(self.id, requests)
 
     def forecast(self) -> Forecast:
         """Return what speculation would bring on this session's calls, and what it brought where the server said so.

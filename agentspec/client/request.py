@@ -194,9 +194,13 @@ class RequestBuilder:
     def session_path(self, session: str) -> str | None:
         """Return the path of a session on a server with the extension; None where servers don't know it by its id.
 
-        Call it after a probe.
+        Call it after a probe; a server that could not be probed is asked, so that its error shows.
         """
-        return self._path_of(session) if self.extension and session and self._session_tags != "off" else None
+        return self._path_of(session) if session and self._may_keep_sessions else None
+
+    @property
+    def _may_keep_sessions(self) -> bool:
+        return self._session_tags != "off" and (self.extension or self._ask_at < float("inf"))
 
     @staticmethod
     def _path_of(session: str) -> str:
@@ -211,7 +215,7 @@ class RequestBuilder:
         """
         if isinstance(more, str) or not isinstance(more, Iterable):
             raise InvalidInputError(f"cache_salts: a list of texts is needed, not {shown(more)}")
-        if self._session_tags == "off" or not (self.extension or self._ask_at < float("inf")):
+        if not self._may_keep_sessions:
             return
         salts = [salt_headers(salt) for salt in sorted({*conversation.cache_salts, *more}, key=str)]
         for session in (conversation.id, *conversation.helpers):

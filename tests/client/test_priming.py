@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from agentspec import AgentClient, AsyncAgentClient, InvalidInputError
+from agentspec.testing.server import free_port
 
 from .fake_server import FakeServer, Received
 
@@ -56,6 +57,21 @@ def test_errors_say_what_is_wrong(server: FakeServer, tmp_path: Path) -> None:
         server.failures = [413]
         with pytest.raises(openai.APIStatusError):
             session.prime(["too long"])
+
+
+async def test_a_server_that_cannot_be_reached_is_no_server_without_the_extension() -> None:
+    address = f"http://127.0.0.1:{free_port()}/v1"
+    note = f"agentspec: {address} cannot be reached: wait until its server is up, or give another base_url"
+    with AgentClient(base_url=address, model="small", store=None, max_retries=0) as client:
+        for call in (lambda: client.session("s").prime(["some text"]), client.session("s").clear):
+            with pytest.raises(openai.APIConnectionError) as raised:
+                call()
+            assert raised.value.__notes__ == [note]
+    async with AsyncAgentClient(base_url=address, model="small", store=None, max_retries=0) as agents:
+        for wait in (agents.session("s").prime(["some text"]), agents.session("s").clear()):
+            with pytest.raises(openai.APIConnectionError) as raised:
+                await wait
+            assert raised.value.__notes__ == [note]
 
 
 def test_nothing_is_sent_of_a_list_with_a_file_that_cannot_be_read(

@@ -96,3 +96,10 @@ def test_an_engine_that_is_busy_costs_the_figures_only(
     engine.delay = 1.0
     asked = server.post("/v1/chat/completions", json=body, headers=ASK)
     assert (asked.status_code, asked.text) == (plain.status_code, plain.text)
+
+
+def test_an_engine_may_take_seconds_over_a_step(start: Start) -> None:
+    server, engine = start()
+    add_chat(server, engine)
+    engine.delay = 1.5
+    assert server.post("/v1/chat/completions", json={}, headers=ASK).json()["agentspec"] is not None

@@ -31,7 +31,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
-from agentspec.cache.store.redis_tls import explain_tls
+from agentspec.cache.store.redis_tls import explain_tls, scheme_remedy
 from agentspec.errors import StoreError, StoreUnavailableError
 
 SOCKET_TIMEOUT = 0.25
@@ -178,12 +178,17 @@ class RedisClient:
             why = str(error).partition(" : ")[0]
             if "AuthenticationError" in str(error) or "NOAUTH" in str(error):
                 why += f": the Sentinels refuse the password; {_SENTINEL_PASSWORD}"
-            elif self._address.tls is not None and (fault := explain_tls(self._sentinel_errors(), self._address.tls)):
-                why += f": {fault}"
+            else:
+                errors, tls = self._sentinel_errors(), self._address.tls
+                if tls is not None and (fault := explain_tls(errors, tls)):
+                    why += f": {fault}"
+                why += scheme_remedy(errors, tls is not None)
             raise StoreUnavailableError(f"{self.shown}: {why}") from None
         except (RedisError, RedisClusterException, OSError) as error:
-            fault = None if self._address.tls is None else explain_tls(str(error), self._address.tls)
-            raise StoreUnavailableError(f"{self.shown}: {fault}" if fault else self._explain(error)) from None
+            tls = self._address.tls
+            fault = None if tls is None else explain_tls(str(error), tls)
+            why = f"{self.shown}: {fault}" if fault else self._explain(error)
+            raise StoreUnavailableError(why + scheme_remedy(str(error), tls is not None)) from None
 
     def _connected(self) -> Any:
         if self._redis is None:

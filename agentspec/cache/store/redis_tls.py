@@ -7,6 +7,8 @@ from pathlib import Path
 
 _VERIFY = re.compile(r"certificate verify failed: ([^(\n]*\w)")
 _UNKNOWN_AUTHORITY = re.compile(r"self.signed certificate|issuer certificate")
+_NO_HANDSHAKE = re.compile(r"timeout connecting|wrong.version.number|record.layer.failure", re.IGNORECASE)
+_ENDED = re.compile(r"reset by peer|closed by server", re.IGNORECASE)
 _NO_CERTIFICATE = re.compile(r"certificate required|EOF occurred in violation of protocol|handshake failure")
 
 
@@ -29,6 +31,15 @@ def explain_tls(error: str, options: Mapping[str, str]) -> str | None:
             " ssl_certfile and ssl_keyfile"
         )
     return None
+
+
+def scheme_remedy(error: str, tls: bool) -> str:
+    """Return what to add to an error where one side may want TLS and the other not, or nothing. tls: whether we do."""
+    if tls and _NO_HANDSHAKE.search(error):
+        return "; if the server has no TLS, write redis in place of rediss"
+    if not tls and _ENDED.search(error):
+        return "; if the server wants TLS, write rediss in place of redis"
+    return ""
 
 
 def _unreadable(options: Mapping[str, str]) -> str | None:

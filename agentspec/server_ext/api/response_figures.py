@@ -38,29 +38,29 @@ logger = logging.getLogger("vllm.agentspec")
 FIELD = "agentspec"
 
 _PATHS = ("/v1/chat/completions", "/v1/completions")
-_WAIT_SECONDS = 1.0
+_WAIT_SECONDS = 5.0
+"""An engine answers between two steps; on a CPU a step with a full batch of prompts may take seconds."""
 _CONTEXT = 8
 """Tokens before another that may change its text: a leading space, parts of one character."""
 _INCOMPLETE = "\ufffd"
 _END_OF_STREAM = b"data: [DONE]\n\n"
 
 
-async def figures_of(
-    engine: Any, request_id: str, call: str | None = None, seconds: float | None = None
-) -> dict[str, Any] | None:
+async def figures_of(engine: Any, request_id: str, call: str | None = None) -> dict[str, Any] | None:
     """Return the figures of one request, or None if it is another principal's, unknown or forgotten.
 
     engine: vLLM's EngineClient. call: the one of several with this id (`Presented.call`); None: the one that began
-    last. Raises what `ask_engines` does.
+    last. Raises TimeoutError after five seconds, and the engine's own errors.
     """
     sender = presented()
     admin = shows_admin_key(sender)
     caller = tagger_of(engine).callers.caller_of(sender).principal
     if caller == NOBODY and not admin:
         return None
-    if lengths := response_lengths_of(engine):
-        await lengths.told(_WAIT_SECONDS)
-    answers = await ask_engines(engine, "request", request_id, caller, admin, call, seconds=seconds)
+    async with asyncio.timeout(_WAIT_SECONDS):
+        if lengths := response_lengths_of(engine):
+            await lengths.told()
+        answers = await ask_engines(engine, "request", request_id, caller, admin, call)
     if not answers:
         return None
     answer = _added_up(answers)
@@ -228,7 +228,7 @@ class _Response:
             return None
         sender = presented()
         try:
-            return await figures_of(self._engine, request_id, None if sender is None else sender.call, _WAIT_SECONDS)
+            return await figures_of(self._engine, request_id, None if sender is None else sender.call)
         except Exception:  # the response is worth more than its figures
             logger.debug("agentspec: no figures of %s", request_id, exc_info=True)
             return None

@@ -237,10 +237,10 @@ class ResponseLengths:
         self._telling.add(task)
         task.add_done_callback(self._told)
 
-    async def told(self, seconds: float) -> None:
-        """Wait until the engines know the lengths that were told so far, at most so long."""
+    async def told(self) -> None:
+        """Wait until the engines know the lengths that were told so far, or did not answer in time."""
         if self._telling:
-            await asyncio.wait(self._telling, timeout=seconds)
+            await asyncio.wait(self._telling)
 
     def _told(self, task: "asyncio.Task[Any]") -> None:
         self._telling.discard(task)
