@@ -19,7 +19,11 @@ from agentspec.private_files import create_private
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 UrlOption = Annotated[
-    str, typer.Option(help="The server's address; its key comes from the environment variable AGENTSPEC_API_KEY.")
+    str,
+    typer.Option(
+        help="The server's address: http://host:8000, or unix:///path/to/socket for vLLM's --uds. Its key comes from"
+        " the environment variable AGENTSPEC_API_KEY."
+    ),
 ]
 HeaderOption = Annotated[
     list[str] | None, typer.Option("--header", "-H", help="A header of your gateway: 'Name: value'. Can be repeated.")
@@ -29,6 +33,7 @@ _SECONDS = 60.0
 _OTHER_RELEASE = "is it of another release of agentspec?"
 _TRUST = "; if you trust this server, name a file with its authority's certificate in the variable SSL_CERT_FILE"
 _ENCODE = "give http:// or https://, then user:password@host, with special characters of both percent-encoded"
+_UNIX = "unix://"
 _WHITE = " \t"
 """What a server drops around a header's value. Other spaces tell two names of a gateway apart."""
 
@@ -50,7 +55,10 @@ def server_at(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
         given["Authorization"] = f"Bearer {key}"
     try:
         sent = httpx.Headers(given, encoding="utf-8")  # servers read it, too: names in headers need not be ASCII
-        with httpx.Client(base_url=root_of(url) + "/v1/agentspec", headers=sent, timeout=_SECONDS) as client:
+        way: dict[str, Any] = {}
+        if url.startswith(_UNIX):
+            way["transport"] = httpx.HTTPTransport(uds=url.removeprefix(_UNIX))
+        with httpx.Client(base_url=root_of(url) + "/v1/agentspec", headers=sent, timeout=_SECONDS, **way) as client:
             yield client
     except httpx.LocalProtocolError:  # its text quotes the value, which may be a key
         raise ConfigurationError(
@@ -148,5 +156,5 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def root_of(url: str) -> str:
-    """Return a server's address without ``/v1`` at its end."""
-    return url.rstrip("/").removesuffix("/v1")
+    """Return a server's address without ``/v1`` at its end; behind a Unix socket any host's."""
+    return "http://localhost" if url.startswith(_UNIX) else url.rstrip("/").removesuffix("/v1")

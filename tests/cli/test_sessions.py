@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 
 from agentspec.cache.store import LogNames, NewEntry, TurnRecord, encode, open_store
@@ -176,6 +177,26 @@ def test_errors_are_one_line_with_the_remedy(
 def test_a_server_that_does_not_answer_is_named(agentspec: Program) -> None:
     status, printed = agentspec("sessions", "list", "--url", "http://127.0.0.1:1")
     assert status == 2 and "http://127.0.0.1:1 does not answer" in printed
+
+
+def test_a_server_behind_a_unix_socket_is_asked(
+    agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AGENTSPEC_API_KEY", ADA)
+    path = tmp_path / "vllm.sock"
+    served = uvicorn.Server(uvicorn.Config(server.http.app, uds=str(path), log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=served.run, daemon=True)
+    thread.start()
+    server.wait(lambda: served.started)
+    try:
+        for command in (("sessions", "list"), ("sessions", "show", "fix-42"), ("top", "--once")):
+            status, printed = agentspec(*command, "--url", f"unix://{path}")
+            assert status == 0 and "fix-42" in printed
+    finally:
+        served.should_exit = True
+        thread.join()
+    status, printed = agentspec("sessions", "list", "--url", f"unix://{path}")
+    assert status == 2 and f"unix://{path} does not answer" in printed
 
 
 @pytest.mark.parametrize("command", [("sessions", "list"), ("top", "--once")])
