@@ -61,10 +61,12 @@ PARTS = [{"type": "text", "text": FILE}, {"type": "image_url", "image_url": {"ur
         {"messages": [{"role": "user", "content": PARTS}], "tools": TOOLS, "tool_choice": {"type": "auto"}},
         {"messages": [RESULT], "response_format": {"type": "json_schema", "json_schema": {}}},
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": PARTS}]}], "tools": TOOLS},
+        {"messages": [{"role": "assistant", "content": FILE}, {"role": "user", "content": "Save it."}], "tools": TOOLS},
+        {"input": [{"role": "assistant", "content": [{"type": "output_text", "text": FILE}]}], "tools": TOOLS},
         {"input": FILE, "tools": TOOLS},
         {"input": [{"type": "function_call_output", "call_id": "1", "output": FILE}], "tools": TOOLS},
     ],
-    ids=["tool", "user", "parts", "json", "anthropic", "text", "responses"],
+    ids=["tool", "user", "parts", "json", "anthropic", "said", "said in responses", "text", "responses"],
 )
 def test_texts_of_every_api_are_read(body: Any) -> None:
     assert read(body) == SPELLED
@@ -78,7 +80,11 @@ def test_texts_of_every_api_are_read(body: Any) -> None:
         {**BODY, "tool_choice": "none"},
         {**BODY, "tool_choice": {"type": "none"}},
         {"messages": [RESULT], "response_format": {"type": "text"}},
-        {"messages": [{"role": "assistant", "content": FILE}, {"role": "system", "content": FILE}], "tools": TOOLS},
+        {"messages": [{"role": "developer", "content": FILE}, {"role": "system", "content": FILE}], "tools": TOOLS},
+        {"messages": [{"role": "assistant", "content": json.dumps({"f": FILE})}], "tools": TOOLS},
+        {"messages": [{"role": "assistant", "content": f"```diff\n{FILE}```"}], "tools": TOOLS},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"arguments": FILE}]}], "tools": TOOLS},
+        {"messages": [{"role": "assistant", "content": FILE}]},
         {"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": FILE}]}], "tools": TOOLS},
         {"messages": [{"role": "tool", "content": "one line that JSON spells as it is"}], "tools": TOOLS},
         {"messages": [{"role": "tool", "content": 'a "word"'}], "tools": TOOLS},
@@ -300,4 +306,4 @@ def test_a_tokenizer_that_fails_costs_no_answer(start: Start, caplog: pytest.Log
 
 def test_texts_are_told_apart_from_instructions() -> None:
     said = [{"role": role, "content": f"{role}\n" * 9} for role in ("system", "user", "assistant", "tool", "developer")]
-    assert quotable_texts({"messages": said}, JSON) == ["user\n" * 9, "tool\n" * 9]
+    assert quotable_texts({"messages": said}, JSON) == ["user\n" * 9, "assistant\n" * 9, "tool\n" * 9]

@@ -1,6 +1,6 @@
 """Find what a response may quote of its prompt in another spelling.
 
-- A tool call's arguments quote a file as a JSON string, with ``\\n`` for the end of a line.
+- A tool call quotes a file, or an answer before, as a JSON string, with ``\\n`` for the end of a line.
 - A file was shown with a number in front of each line, and the response quotes it without.
 - A tool's result has the file as a string in JSON, or in Python's form, and the response quotes the file as it is.
 - A patch quotes a file's lines with ``-`` or a space in front.
@@ -40,8 +40,8 @@ _BODY_HAS_NUMBERS = re.compile(rb"\\n *L?\d{1,9}(?:\\t|\\u2192|\xe2\x86\x92|[|:-
 _PATCH_SIGNS = ("apply_patch", "*** Begin Patch", "```diff", "```patch", "unified diff", "diff --git", "--- a/")
 _BODY_SIGNS = (b'"tools"', b'"response_format"', *(sign.encode() for sign in _PATCH_SIGNS))
 _TOOL_RESULTS = ("tool_result", "function_call_output", "custom_tool_call_output")
-_SAYS_NOTHING_NEW = ("assistant", "system", "developer")
-"""Roles whose texts are not read: what the model said in calls is JSON already, and instructions are seldom quoted."""
+_INSTRUCTIONS = ("system", "developer")
+"""Roles whose texts are not read, because they are seldom quoted."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,9 @@ def quotable_texts(request: Any, form: Form) -> list[str]:
     """
     found: list[str] = []
     for item in _items(request):
-        if isinstance(item, dict) and item.get("role") not in _SAYS_NOTHING_NEW and item.get("type") != "reasoning":
-            found += [*_strings(item.get("content")), *_strings(item.get("output"))]
+        if isinstance(item, dict) and item.get("role") not in _INSTRUCTIONS and item.get("type") != "reasoning":
+            texts = [*_strings(item.get("content")), *_strings(item.get("output"))]
+            found += filter(_is_prose, texts) if item.get("role") == "assistant" else texts
     respelled = _ESCAPED if form.json else _SEVERAL_LINES if form.patch else _HAS_NUMBERS
     return [text for text in found if len(text) >= _LEAST_TEXT and respelled.search(text)]
 
@@ -220,6 +221,11 @@ def _strings(content: Any) -> Iterator[str]:
             if isinstance(part, dict):
                 yield from _strings(part.get("text"))
                 yield from _strings(part.get("content"))
+
+
+def _is_prose(text: str) -> bool:
+    """Return whether what the model said is neither JSON nor a patch, which are spelled as responses spell them."""
+    return not text.lstrip().startswith(("{", "[")) and not any(sign in text for sign in _PATCH_SIGNS)
 
 
 def _strings_in(text: str) -> list[str]:
