@@ -50,7 +50,8 @@ class Speculation:
     tokens: length of the reply.
     accepted_by_source, drafted_by_source: the totals by the source of the token: "request", "session", "group",
         "global", "public" (the operator's corpus), "sibling" (a request of the same group or session that runs at the
-        same time), "prediction" (what the call predicted) or "model" (a draft model).
+        same time), "prediction" (the text that the call predicted), "quote" (the prompt's text as the answer spells
+        it) or "model" (a draft model).
     detail: the decode steps of the reply, for a client with `speculation="detailed"`; otherwise empty.
     """
 
