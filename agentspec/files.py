@@ -1,7 +1,8 @@
-"""Read files of lines that gzip may have compressed, and write files that are whole or not there."""
+"""Read files of lines that gzip may have compressed; write files that are whole or not there, or hold private text."""
 
 import gzip
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -52,3 +53,15 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
         with suppress(OSError):
             part.unlink()
         raise
+
+
+def create_private(path: Path) -> str | None:
+    """Create a file that only its owner may read, and leave one that exists as it is. Raises OSError.
+
+    Returns a warning about a file that others may read already; None if there is none.
+    """
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    mode = path.stat().st_mode
+    if os.name != "posix" or not stat.S_ISREG(mode) or not mode & 0o044:
+        return None
+    return f"{path}: others may read it (mode {stat.S_IMODE(mode):04o}), and it holds what was said: chmod 600 {path}"

@@ -13,8 +13,7 @@ import typer
 
 from agentspec.addresses import without_secrets
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
-from agentspec.files import replacing
-from agentspec.private_files import create_private
+from agentspec.files import create_private, replacing
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

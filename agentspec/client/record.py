@@ -11,7 +11,7 @@ from typing import Any
 
 from agentspec.client.reply import Reply
 from agentspec.errors import ConfigurationError
-from agentspec.private_files import create_private
+from agentspec.files import create_private
 
 logger = logging.getLogger(__name__)
 
