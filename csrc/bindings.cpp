@@ -1,4 +1,5 @@
-// Binds Cache to Python: arrays in, arrays out. suffix_cache.py has checked every argument but step's.
+// Binds Cache to Python: arrays in, arrays out. suffix_cache.py and kept_turns.py have checked every argument
+// but step's.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -294,12 +295,7 @@ NB_MODULE(_native, module) {
             return cache.adopt(names, prepared);
           },
           "prepared"_a, "tenant"_a, "family"_a.none(), "owner"_a.none(), Released())
-      .def(
-          "remove_session",
-          [](Cache& cache, const std::string& session, const Name& tenant) {
-            cache.remove_session(session, pointer(tenant));
-          },
-          "session"_a, "tenant"_a.none(), Released())
+      .def("remove_session", &Cache::remove_session, "session"_a, "tenant"_a, Released())
       .def("free_session", &Cache::free_session, "session"_a, Released())
       .def("has_session", &Cache::has_session, "session"_a, Released())
       .def(

@@ -181,14 +181,14 @@ void Cache::count_public(std::size_t bytes) {
   entries_.evict(nullptr);
 }
 
-void Cache::remove_session(const std::string& session, const std::string* tenant) {
+void Cache::remove_session(const std::string& session, const std::string& tenant) {
   const std::string key = entry_key(EntryKind::kSession, session);
   std::vector<std::shared_ptr<Group>> sharing;
   {
     std::lock_guard lock(mutex_);
     sharing = entries_.remove_session(session, tenant);
     for (const auto& current : requests_) {  // their drafts may quote it
-      if (!current || !current->tenant || !tenant || current->tenant->key != *tenant) continue;
+      if (!current || !current->tenant || current->tenant->key != tenant) continue;
       current->draft.forget_tokens();
       current->forget_sibling();  // which may be a request of it
     }

@@ -87,7 +87,7 @@ class Cache {
   // restoring them brings them to its named groups and its tenant.
   bool adopt(Names names, PreparedSession& prepared);
   // Erases a session. When it returns, no index holds what only this session said.
-  void remove_session(const std::string& session, const std::string* tenant);
+  void remove_session(const std::string& session, const std::string& tenant);
   // Evicts a session when none of its requests run, because its client has ended it.
   void free_session(const std::string& session);
   bool has_session(const std::string& session);

@@ -343,13 +343,13 @@ void CacheEntries::drop(CacheEntry& entry) {
 }
 
 std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::string& key,
-                                                                 const std::string* tenant_key) {
+                                                                 const std::string& tenant_key) {
   ++erasures;
   if (const auto session = find_session(key)) {
     drop(*session);
     session->clear();  // its running requests keep the entry itself
   }
-  const auto tenant = tenant_key ? tenants_.find(*tenant_key) : nullptr;
+  const auto tenant = tenants_.find(tenant_key);
   if (!tenant) return {};
   std::vector<std::shared_ptr<Group>> sharing{tenant};
   if (const auto family = find_family(key); family && !tenant->groups.contains(family.get())) sharing.push_back(family);

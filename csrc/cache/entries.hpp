@@ -140,7 +140,7 @@ class CacheEntries {
   void work(WorkBudget& budget, bool has_thread = false);
   void evict_tenants(WorkBudget& budget);  // those over the budget of a tenant
   // Drops a session. Returns its tenant and the groups that may hold responses of it.
-  std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string* tenant);
+  std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string& tenant_key);
   // Evicts a session and the family whose root it is, now or when none of its requests run. The next request in it, if
   // there is one after all, keeps it.
   void free_session(const std::string& key);

@@ -103,7 +103,7 @@ void use(Cache& cache, std::mt19937_64& random, const std::string& path, bool sa
     cache.finish(0, {}, random() % 3);
   }
   const std::string session = "1:ts1";
-  if (random() % 2) cache.remove_session(session, &tenant);
+  if (random() % 2) cache.remove_session(session, tenant);
   cache.resize({{random() % 200 + 1, 0}, {}, {}});
   for (int i = 0; i < 4; ++i) cache.catch_up(WorkBudget(500, 1.0));
   if (save) cache.save(path, "fuzz", "");
