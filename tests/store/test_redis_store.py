@@ -277,7 +277,7 @@ def test_a_log_that_stays_empty_leaves_nothing(store: RedisStore, monkeypatch: p
         pass
     store.append("kept", [NewEntry("s", b"x")])
     assert len(store.namespaces()) == 31
-    monkeypatch.setattr("agentspec.cache.store.redis_trimming.IDLE_MS", -1)  # as a day later
+    monkeypatch.setattr("agentspec.cache.store.redis_shard.IDLE_SECONDS", -1)  # as a day later
     monkeypatch.setattr("agentspec.cache.store.redis_losses.IDLE_SECONDS", -1)
     store.trim(Retention())
     assert store.namespaces() == ["kept"]

@@ -9,12 +9,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from agentspec.cache.store.base import Losses
-from agentspec.cache.store.redis_shard import START, WRITER_SECONDS, Appended, Id, RedisShard, ShardState
+from agentspec.cache.store.redis_shard import IDLE_SECONDS, START, WRITER_SECONDS, Appended, Id, RedisShard, ShardState
 
 logger = logging.getLogger(__name__)
-
-IDLE_SECONDS = 86_400.0
-"""Time after which the keys of an empty log are removed, and nothing that it acknowledged before is missed."""
 
 _REMEMBERED = 4096  # shards, and batches, that this process remembers to have had acknowledged
 _NAMED = 20  # lost records that a line of the log names

@@ -13,6 +13,9 @@ ENTRY_BYTES = 90
 WRITER_SECONDS = 3_600
 """Time after which the server forgets the last batch of a writer."""
 
+IDLE_SECONDS = 86_400.0
+"""Time after which the keys of an empty log are removed, and nothing that it acknowledged before is missed."""
+
 _ROWS = 128  # most entries, and
 _ROWS_BYTES = 1 << 20  # about the most bytes, that a read takes at once
 
@@ -104,9 +107,9 @@ class RedisShard:
         """Remove a page of what erased sessions left. Returns how many entries it had."""
         return int(self._run(redis_scripts.SWEEP, [self.tag, _ROWS]))
 
-    def state(self, idle_ms: int) -> tuple[ShardState, bool]:
-        """Return what the shard holds, and whether it has no keys. It loses them if it was empty for so long."""
-        state, gone = self._run(redis_scripts.STATE, [self.tag, idle_ms])
+    def state(self) -> tuple[ShardState, bool]:
+        """Return what the shard holds, and whether it has no keys. It loses them once it was empty for IDLE_SECONDS."""
+        state, gone = self._run(redis_scripts.STATE, [self.tag, int(IDLE_SECONDS * 1000)])
         return _state(state), bool(gone)
 
     def trim(self, entries: int, size: int, until: int | None) -> tuple[int, int, ShardState]:

@@ -62,7 +62,7 @@ from agentspec.cache.store.redis_index import LogIndex
 from agentspec.cache.store.redis_layout import Layout
 from agentspec.cache.store.redis_losses import LossWatch
 from agentspec.cache.store.redis_shard import START, Id, RedisShard, id_of, parsed, wire
-from agentspec.cache.store.redis_trimming import IDLE_MS, Trimming
+from agentspec.cache.store.redis_trimming import Trimming
 from agentspec.cache.store.redis_waiting import Waiting
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 
@@ -218,7 +218,7 @@ class RedisStore:
             self._index.doom(shard.name)
             erased.append(shard.erase(session, tombstone))
             self._index.spare(shard.name)
-            self._index.note(shard.name, shard.state(IDLE_MS)[0])
+            self._index.note(shard.name, shard.state()[0])
         marks = [marked for _, marked in erased if marked is not None]
         name = None if not marks else self._layout.name(0 if place is None else place, max(marks))
         return Erasure(sum(removed for removed, _ in erased), True, name)

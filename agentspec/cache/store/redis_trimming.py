@@ -8,14 +8,10 @@ from agentspec.cache.store.base import Retention, Trimmed, Usage
 from agentspec.cache.store.courtesy import Courtesy
 from agentspec.cache.store.redis_client import RedisClient
 from agentspec.cache.store.redis_index import LogIndex
-from agentspec.cache.store.redis_losses import IDLE_SECONDS
 from agentspec.cache.store.redis_shard import RedisShard
 from agentspec.errors import StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
-
-IDLE_MS = int(IDLE_SECONDS * 1000)
-"""Milliseconds after which the keys of an empty log are removed."""
 
 _SLICE_ENTRIES = 256
 _SLICE_BYTES = 1 << 20
@@ -65,7 +61,7 @@ class Trimming:
         shard = self._shard(doomed)
         try:
             left = shard.sweep() > 0
-            state = shard.state(IDLE_MS)[0]
+            state = shard.state()[0]
         except StoreUnavailableError:
             raise
         except StoreError as error:  # of this shard, so the others are trimmed
@@ -82,12 +78,12 @@ class Trimming:
         courtesy = Courtesy()
         for namespace in self._index.to_audit():
             try:
-                found = [(shard.name, *shard.state(IDLE_MS)) for shard in self._shards(namespace, None)]
+                found = [(shard.name, *shard.state()) for shard in self._shards(namespace, None)]
                 for name, state, _ in found:
                     self._index.note(name, state)
                 if all(gone for *_, gone in found):
                     self._index.remove(namespace)
-                    if not all(shard.state(IDLE_MS)[1] for shard in self._shards(namespace, None)):
+                    if not all(shard.state()[1] for shard in self._shards(namespace, None)):
                         self._index.enter(namespace)  # somebody has appended to it meanwhile
             except StoreError as error:  # only one node may be away, or something else own this log's keys
                 logger.debug("agentspec: a log could not be looked at: %s", error)
