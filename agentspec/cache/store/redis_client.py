@@ -4,9 +4,8 @@ import hashlib
 import random
 import re
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -49,7 +48,6 @@ _UNKNOWN = ("unknown command", "unknown redis command")
 _NAMED = re.compile(r"the '([\w|]+)' command|unknown command ['`]([\w|]+)")
 _LINE = re.compile(r"user_script: ?(\d+)")
 _CALLED = re.compile(r"redis\.p?call\('([A-Z]+)'")
-_MESSAGES = 4096  # most that are read at once
 _TRANSIENT = (redis.ConnectionError, redis.TimeoutError)
 
 
@@ -276,57 +274,3 @@ def refused_commands(error: str, script: str) -> list[str]:
         return [(named[1] or named[2]).upper()]
     line = _LINE.search(error)
     return [] if line is None else list(dict.fromkeys(_CALLED.findall(script.splitlines()[int(line[1]) - 1])))
-
-
-class Notices:
-    """Hear of new entries by publish/subscribe, over one connection for any number of logs. Use it from one thread.
-
-    What is published while the connection is lost is not heard, so whoever listens must look now and then.
-    """
-
-    def __init__(self, client: RedisClient) -> None:
-        self._client = client
-        self._subscription: Any = None
-        self._channels: set[str] = set()
-
-    def listen(self, channels: set[str]) -> set[str]:
-        """Listen on these channels and no others. Returns those that were not listened on before."""
-        with self._client.errors(), self._dropped_on_error():
-            if self._subscription is None:
-                self._subscription, self._channels = self._client.subscription(), set()
-            new, old = channels - self._channels, self._channels - channels
-            if new:
-                self._subscription.subscribe(*sorted(new))
-            if old:
-                self._subscription.unsubscribe(*sorted(old))
-            self._channels = set(channels)
-            return new
-
-    def heard(self, timeout: float) -> set[str]:
-        """Return the channels on which something was published; waits up to ``timeout`` seconds for the first."""
-        found: set[str] = set()
-        until = time.monotonic() + timeout
-        with self._client.errors(), self._dropped_on_error():
-            for _ in range(_MESSAGES):
-                wait = 0.0 if found else max(0.0, until - time.monotonic())
-                message = None if self._subscription is None else self._subscription.get_message(timeout=wait)
-                if message is None:
-                    break
-                if message["type"] == "message":
-                    found.add(message["channel"].decode())
-        return found
-
-    def drop(self) -> None:
-        """Close the connection. The next ``listen`` opens another one, to whichever server is right then."""
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None:
-            with suppress(Exception):
-                subscription.close()
-
-    @contextmanager
-    def _dropped_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.drop()
-            raise
