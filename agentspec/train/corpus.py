@@ -172,8 +172,7 @@ def readable(file: Path, remove: Path | None = None) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError, SafetensorError) as error:
         raise InvalidInputError(
-            f"{file}: cannot be read ({first_line(error) or type(error).__name__}); remove {remove or file}, and "
-            "run the command again"
+            f"{file}: cannot be read ({first_line(error)}); remove {remove or file}, and run the command again"
         ) from error
 
 

@@ -305,7 +305,9 @@ class BackgroundWriter:
             self._counts.persisted += len(entries)
             self._counts.refused += len(items) - len(entries)
             self._limit = self._batch_entries
-            self._let_go(items)
+            self._bytes -= sum(item.size for item in items)
+            self._take_from_batch(items)
+            self._end_flight()
             left, dropped = len(self._queue) + len(self._in_flight), self._counts.dropped
         if recovered:
             message = "agentspec: the store is back; %d records wait to be written, %d were dropped"
@@ -335,12 +337,6 @@ class BackgroundWriter:
             logger.warning(message, error, queued)
         if closing:
             time.sleep(_CLOSING_DELAY)
-
-    def _let_go(self, items: list[QueuedRecord]) -> None:
-        """Forget records of the batch that were written or refused."""
-        self._bytes -= sum(item.size for item in items)
-        self._take_from_batch(items)
-        self._end_flight()
 
     def _take_from_batch(self, items: list[QueuedRecord]) -> None:
         gone = {item.number for item in items}

@@ -79,20 +79,13 @@ class StepCost:
 
     given: the operator's price, as a share of a step; None: measure it from the durations of decode-only steps.
     longest_step: longest duration of a step with several rows, in multiples of one without drafts; None: no limit.
-    default: the price until it is measured, for few rows.
     """
 
-    def __init__(
-        self,
-        given: float | None = None,
-        longest_step: float | None = LONGEST_STEP,
-        default: float = DEFAULT_COST,
-    ) -> None:
+    def __init__(self, given: float | None = None, longest_step: float | None = LONGEST_STEP) -> None:
         self.given = given
         self._longest_step = longest_step
         self.version = 0
         """number that changes whenever the prices may have changed"""
-        self._default = default
         self._batches: dict[int, RowTimes] = {}
         self._waiting: list[tuple[int, int, float]] = []
         self._prices: dict[int, Prices] = {}  # by number of rows, until more is known
@@ -275,7 +268,7 @@ class StepCost:
 
     def _guess(self, rows: int) -> float:
         """Return the price in a batch of ``rows`` rows before anything is measured."""
-        return max(self._default, rows / (_FIXED_ROWS + rows))
+        return max(DEFAULT_COST, rows / (_FIXED_ROWS + rows))
 
     def _posterior(self, batch: RowTimes, guess: float, deviation: float) -> tuple[float, float, float]:
         """Return the slope under a normal prior, its share of evidence (0 to 1), and its standard deviation."""

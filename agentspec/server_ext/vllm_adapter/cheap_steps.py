@@ -233,9 +233,7 @@ def uniform_decode_query_len(original: Callable[[Any], int], vllm_config: Any) -
 
 def _length_of_config(holder: Any) -> int:
     config = holder.vllm_config
-    if drafts_are_ragged(config):
-        return 1
-    return 1 + int(config.num_speculative_tokens)
+    return 1 if drafts_are_ragged(config) else 1 + int(config.num_speculative_tokens)
 
 
 def _ignore(holder: Any, value: int) -> None:
