@@ -1,18 +1,22 @@
-"""Share the code of the synchronous and asyncio clients, sessions and streams that does no I/O."""
+"""Share the code of the synchronous and asyncio clients, sessions and streams that sends nothing to a server."""
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
+import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 import openai
 from openai.types.chat import ChatCompletion
 
-from agentspec.client.conversation import Conversation, Conversations, OnUnavailable, Turn
+from agentspec.client.conversation import Conversation, OnUnavailable, Turn
+from agentspec.client.erasure_list import ErasureList
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
 from agentspec.client.priming import Priming, prime_history, prime_resumed, prime_texts
 from agentspec.client.record import ReplyRecord
@@ -20,11 +24,14 @@ from agentspec.client.reply import ParsedT, Reply, read_reply
 from agentspec.client.request import Call, RequestBuilder, Speculating, check_timeout
 from agentspec.client.session_log import SessionLog
 from agentspec.client.session_naming import SessionTags
-from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError
+from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, InvalidSessionError
+from agentspec.identifiers import check_ids
 
 if TYPE_CHECKING:
     from agentspec.cache.store import Store
     from agentspec.client.forecast import Forecast, Tokenize
+
+logger = logging.getLogger(__name__)
 
 OpenAIT = TypeVar("OpenAIT", openai.OpenAI, openai.AsyncOpenAI)
 
@@ -119,12 +126,63 @@ class ClientBase(Generic[OpenAIT]):
         return self._requests.model
 
 
+class Conversations:
+    """Hold a client's conversations by session id. All sessions of an id share one, so only one call runs at a time.
+
+    With a log, a conversation stays in memory while it is used; without one, as long as the client. A conversation
+    without a name is not stored, because nobody could ask for it again, and stays in memory while it is used.
+    """
+
+    def __init__(self, log: SessionLog) -> None:
+        self._log = log
+        self._erasures = ErasureList()
+        self._lock = threading.Lock()
+        self._known: MutableMapping[str, Conversation] = weakref.WeakValueDictionary() if log.keeps else {}
+        self._unnamed: MutableMapping[str, Conversation] = weakref.WeakValueDictionary()
+        self._unsaved: set[Conversation] = set()  # kept here, because their messages are nowhere else
+
+    def save(self) -> None:
+        """Store what was added to sessions before they were read. May block. Logs what cannot be stored."""
+        for conversation in list(self._unsaved):
+            try:
+                conversation.load()
+            except Exception as error:  # a store may raise anything, and the other sessions count
+                logger.warning("agentspec: messages added to session %r are lost: %s", conversation.id, error)
+
+    def get(self, session: str | None, group: str | None, parent: str | None = None) -> Conversation:
+        """Return the conversation of this id, or without an id a new one. A group or parent replaces the former one.
+
+        Raises InvalidSessionError for an unusable id.
+        """
+        _check_ids(session, group, parent)
+        with self._lock:
+            found = None if session is None else self._known.get(session) or self._unnamed.get(session)
+            if session is None:
+                name = f"session-{uuid.uuid4().hex}"
+                found = self._unnamed[name] = self._new(name, SessionLog(), new=True)
+            elif found is None:
+                found = self._known[session] = self._new(session, self._log, unsaved=self._unsaved)
+            if group is not None:
+                found.group = group
+            if parent is not None:
+                found.parent = parent
+            return found
+
+    def unkept(self, session: str | None, group: str | None, parent: str | None = None) -> Conversation:
+        """Return a conversation for one call that is not stored. Raises InvalidSessionError for an unusable id."""
+        _check_ids(session, group, parent)
+        return self._new(session or "", SessionLog(), group=group, parent=parent, new=True)
+
+    def _new(self, session: str, log: SessionLog, **options: Any) -> Conversation:
+        return Conversation(session, log, erasures=self._erasures, **options)
+
+
 class SessionBase:
     """Hold the history of one session, and change it without calling the model."""
 
     _client: Any
 
-    def __init__(self, conversation: Conversation, on_unavailable: OnUnavailable = "raise") -> None:
+    def __init__(self, conversation: Conversation, on_unavailable: OnUnavailable) -> None:
         if on_unavailable not in get_args(OnUnavailable):
             raise InvalidInputError(f"on_unavailable: 'raise' or 'empty' is needed, not {on_unavailable!r}")
         self._conversation = conversation
@@ -182,6 +240,12 @@ class StreamBase(Generic[ParsedT]):
         if self._reply is None:
             raise AgentSpecError("reply: the stream was not read to its end; iterate over it, or call until_done()")
         return self._reply
+
+
+def _check_ids(session: str | None, group: str | None, parent: str | None) -> None:
+    check_ids(session=session, group=group, parent=parent)
+    if parent is not None and parent == session:
+        raise InvalidSessionError(f"parent: session {session!r} cannot be its own; take another id")
 
 
 def _open_log(store: str | Store | None) -> SessionLog:

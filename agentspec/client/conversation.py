@@ -7,15 +7,13 @@ import itertools
 import logging
 import threading
 import uuid
-import weakref
-from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentspec.client.erasure_list import ErasureList
 from agentspec.client.session_log import ClientView, Said, SessionLog, Stored, conflict_error
 from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
-from agentspec.identifiers import check_ids
 
 logger = logging.getLogger(__name__)
 
@@ -340,63 +338,6 @@ class Conversation:
                 f"session {self.id!r} is in a call (or in a stream that is still open): let it end first,"
                 " or fork() the session to go two ways at once"
             )
-
-
-class Conversations:
-    """Hold a client's conversations by session id. All sessions of an id share one, so only one call runs at a time.
-
-    With a log, a conversation stays in memory while it is used; without one, as long as the client. A conversation
-    without a name is not stored, because nobody could ask for it again, and stays in memory while it is used.
-    """
-
-    def __init__(self, log: SessionLog) -> None:
-        self._log = log
-        self._erasures = ErasureList()
-        self._lock = threading.Lock()
-        self._known: MutableMapping[str, Conversation] = weakref.WeakValueDictionary() if log.keeps else {}
-        self._unnamed: MutableMapping[str, Conversation] = weakref.WeakValueDictionary()
-        self._unsaved: set[Conversation] = set()  # kept here, because their messages are nowhere else
-
-    def save(self) -> None:
-        """Store what was added to sessions before they were read. May block. Logs what cannot be stored."""
-        for conversation in list(self._unsaved):
-            try:
-                conversation.load()
-            except Exception as error:  # a store may raise anything, and the other sessions count
-                logger.warning("agentspec: messages added to session %r are lost: %s", conversation.id, error)
-
-    def get(self, session: str | None, group: str | None, parent: str | None = None) -> Conversation:
-        """Return the conversation of this id, or without an id a new one. A group or parent replaces the former one.
-
-        Raises InvalidSessionError for an unusable id.
-        """
-        _check_ids(session, group, parent)
-        with self._lock:
-            found = None if session is None else self._known.get(session) or self._unnamed.get(session)
-            if session is None:
-                name = f"session-{uuid.uuid4().hex}"
-                found = self._unnamed[name] = self._new(name, SessionLog(), new=True)
-            elif found is None:
-                found = self._known[session] = self._new(session, self._log, unsaved=self._unsaved)
-            if group is not None:
-                found.group = group
-            if parent is not None:
-                found.parent = parent
-            return found
-
-    def unkept(self, session: str | None, group: str | None, parent: str | None = None) -> Conversation:
-        """Return a conversation for one call that is not stored. Raises InvalidSessionError for an unusable id."""
-        _check_ids(session, group, parent)
-        return self._new(session or "", SessionLog(), group=group, parent=parent, new=True)
-
-    def _new(self, session: str, log: SessionLog, **options: Any) -> Conversation:
-        return Conversation(session, log, erasures=self._erasures, **options)
-
-
-def _check_ids(session: str | None, group: str | None, parent: str | None) -> None:
-    check_ids(session=session, group=group, parent=parent)
-    if parent is not None and parent == session:
-        raise InvalidSessionError(f"parent: session {session!r} cannot be its own; take another id")
 
 
 def _first_turns(history: list[Said], turns: int) -> list[Said]:
