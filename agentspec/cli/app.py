@@ -13,10 +13,11 @@ from rich.text import Text
 
 from agentspec.cache import Scope
 from agentspec.cli import rollout, sessions, simulate, speculator
-from agentspec.cli.report import report
+from agentspec.cli.server import write_private
 from agentspec.cli.tables import print_table
 from agentspec.cli.top import top
 from agentspec.errors import AgentSpecError
+from agentspec.report import read_run, render
 from agentspec.server_ext.settings import settle_store
 
 app = typer.Typer(
@@ -127,7 +128,25 @@ def train(config: Annotated[Path, typer.Argument(help="YAML file; docs/speculato
     typer.echo(f"written: {settings.checkpoint.output_dir}")
 
 
-app.command()(report)
+@app.command()
+def report(
+    record: Annotated[
+        Path, typer.Argument(help="What AgentClient(record=…) or the server's --record wrote.", dir_okay=False)
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Its title.")] = "What speculation did",
+) -> None:
+    """Draw a page of what speculation did: the text by source, acceptance and speed by turn, sessions compared."""
+    if out.exists() and out.samefile(record):
+        raise typer.BadParameter(f"{out}: is the record itself; name another file for the page")
+    try:
+        page = render(read_run(record), title)
+        write_private(out, page.encode("utf-8", "replace"))  # JSON may hold half a surrogate pair
+    except OSError as error:
+        raise typer.BadParameter(f"{error.filename or out}: {error.strerror}") from None
+    typer.echo(f"written: {out}", err=not out.is_file())  # /dev/stdout is read by another program
+
+
 app.command()(top)
 
 

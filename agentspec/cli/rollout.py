@@ -142,37 +142,48 @@ def rollout(
             started, journal, reward=judge, reward_seconds=reward_timeout, update_weights=update
         )
         table = _table()
-        console, total, said = Console(stderr=True), len(tasks) * samples * epochs, time.monotonic()
+        console = Console(stderr=True)
         with Progress(*_COLUMNS, console=console, disable=not console.is_terminal) as bars:
-            bar = bars.add_task("epoch 0", total=total)
-
-            def show(figures: "EpochFigures", complete: bool = False) -> None:
-                nonlocal said
-                done = figures.epoch * len(tasks) * samples + figures.resumed + figures.finished
-                bars.update(bar, completed=done, description=_line(figures))
-                if not console.is_terminal and (complete or time.monotonic() - said >= _LOG_SECONDS):
-                    said = time.monotonic()
-                    typer.echo(f"{_line(figures)}, {done} of {total} samples", err=True)
-
-            scoring: TaskID | None = None
-
-            def show_scored(scored: int, of: int) -> None:
-                nonlocal said, scoring
-                if scoring is None:
-                    scoring = bars.add_task("samples without a reward scored", total=of)
-                bars.update(scoring, completed=scored)
-                if not console.is_terminal and (scored == of or time.monotonic() - said >= _LOG_SECONDS):
-                    said = time.monotonic()
-                    typer.echo(f"{scored} of {of} samples without a reward scored", err=True)
-
-            for figures in generator.run(tasks, plan, show, show_scored):
-                show(figures, complete=True)
+            shown = _Shown(bars, len(tasks) * samples, epochs)
+            for figures in generator.run(tasks, plan, shown.sampled, shown.scored):
+                shown.sampled(figures, complete=True)
                 _add_row(table, figures)
                 if folder is not None:
                     write = write_trl if format is Format.TRL else write_verl
                     write(generator.samples(figures.epoch), folder, figures.epoch, started.decode)
         started.close()
         print_table(table)
+
+
+class _Shown:
+    """Show how far a rollout is: as bars in a terminal, elsewhere as lines.
+
+    per_epoch: samples of an epoch.
+    """
+
+    def __init__(self, bars: Progress, per_epoch: int, epochs: int) -> None:
+        self._bars, self._per_epoch, self._total = bars, per_epoch, per_epoch * epochs
+        self._epoch = bars.add_task("epoch 0", total=self._total)
+        self._scoring: TaskID | None = None
+        self._said = time.monotonic()
+
+    def sampled(self, figures: "EpochFigures", complete: bool = False) -> None:
+        """Show an epoch's figures. complete: whether it has ended."""
+        done = figures.epoch * self._per_epoch + figures.resumed + figures.finished
+        self._bars.update(self._epoch, completed=done, description=_line(figures))
+        self._say(f"{_line(figures)}, {done} of {self._total} samples", complete)
+
+    def scored(self, scored: int, of: int) -> None:
+        """Show how many of the samples of an earlier run that had no reward are scored."""
+        if self._scoring is None:
+            self._scoring = self._bars.add_task("samples without a reward scored", total=of)
+        self._bars.update(self._scoring, completed=scored)
+        self._say(f"{scored} of {of} samples without a reward scored", scored == of)
+
+    def _say(self, line: str, complete: bool) -> None:
+        if not self._bars.console.is_terminal and (complete or time.monotonic() - self._said >= _LOG_SECONDS):
+            self._said = time.monotonic()
+            typer.echo(line, err=True)
 
 
 def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, Any]) -> dict[str, Any]:
