@@ -358,21 +358,11 @@ class DraftingEngine:
         """Return drafts for the k rows, at most ``row_tokens`` each. work: CPU seconds for work beside drafting."""
         lengths, verified = lookup.pick(step.lengths), lookup.pick(step.num_verified_draft_tokens)
         max_draft, cost = lookup.pick(step.max_draft_tokens), lookup.allowance.cost
+        rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, work)
         self._model_seconds = 0.0
         if model is None or self.fusion.disabled:
-            return self.cache.step(
-                lookup.handle,
-                step.tokens,
-                lookup.rows,
-                lengths,
-                max_draft,
-                verified,
-                cost=cost,
-                work_seconds=work,
-                most=row_tokens,
-            )
-        max_draft = np.minimum(max_draft, row_tokens, dtype=np.int32)
-        rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, work)
+            return rows.draft(self.cache, cost, row_tokens)
+        rows.max_draft_tokens = np.minimum(max_draft, row_tokens, dtype=np.int32)
         fused = self.fusion.draft(rows, model, cost, self.pricing.cost.at(len(step.batch)).row_seconds)
         self._model_seconds = fused.seconds
         return fused.drafts

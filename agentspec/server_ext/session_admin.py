@@ -100,6 +100,13 @@ class SessionAdmin:
             del self._jobs[job]
         return answer
 
+    def erased_elsewhere(self, tenant: str | None, session: str) -> None:
+        """Remove a session here that another process has erased in the store. Any thread may call it."""
+        self._blank(session)
+        self._cache.remove_session(tenant, session)
+        with contextlib.suppress(StoreError):  # the next start asks the store what was erased
+            self._erased()
+
     def _make_room(self) -> None:
         """Forget jobs whose askers are gone. Raises StoreUnavailableError where too many others wait."""
         now = time.monotonic()
@@ -107,13 +114,6 @@ class SessionAdmin:
             del self._jobs[name]
         if len(self._jobs) >= _MOST_JOBS:
             raise StoreUnavailableError(f"{len(self._jobs)} questions about sessions wait for their answers; try again")
-
-    def erased_elsewhere(self, tenant: str | None, session: str) -> None:
-        """Remove a session here that another process has erased in the store. Any thread may call it."""
-        self._blank(session)
-        self._cache.remove_session(tenant, session)
-        with contextlib.suppress(StoreError):  # the next start asks the store what was erased
-            self._erased()
 
     def _submit(self, owner: str | None, what: str, *args: Any) -> tuple[Future[Any], ...]:
         """Begin a job. Return its futures, as _Job holds them."""

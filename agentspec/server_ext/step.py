@@ -7,6 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from agentspec.cache import StepDrafts, SuffixCache
+from agentspec.cache.policy import MAX_DRAFT
 from agentspec.cache.running import BatchHandle
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.figures.metrics import RequestFigures
@@ -208,7 +210,7 @@ class RequestState:
 
 @dataclass(slots=True, eq=False)
 class DraftRows:
-    """Hold the n rows of a step that get drafts, as arguments of `SuffixCache.step` and fusion."""
+    """Hold the n rows of a step that get drafts, for the suffix cache and fusion."""
 
     states: Sequence[RequestState]
     handle: BatchHandle
@@ -223,4 +225,18 @@ class DraftRows:
     num_verified_draft_tokens: Int32
     """[n]"""
     work_seconds: float = DEFAULT_WORK_SECONDS
-    """CPU time for what waits beside drafting"""
+    """CPU seconds for what waits beside drafting"""
+
+    def draft(self, cache: SuffixCache, cost: float, most: int = MAX_DRAFT) -> StepDrafts:
+        """Take this step in ``cache``, and return its drafts. cost, most, errors: as in `SuffixCache.step`."""
+        return cache.step(
+            self.handle,
+            self.tokens,
+            self.rows,
+            self.lengths,
+            self.max_draft_tokens,
+            self.num_verified_draft_tokens,
+            cost=cost,
+            work_seconds=self.work_seconds,
+            most=most,
+        )

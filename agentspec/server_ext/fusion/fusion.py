@@ -109,16 +109,7 @@ class DraftFusion:
         drafts, divided by its rows; None: not measured yet.
         """
         question = self._guarded(lambda: self._begin(rows, model, row_seconds))
-        drafts = self._cache.step(
-            rows.handle,
-            rows.tokens,
-            rows.rows,
-            rows.lengths,
-            rows.max_draft_tokens,
-            rows.num_verified_draft_tokens,
-            cost=cost,
-            work_seconds=rows.work_seconds,
-        )
+        drafts = rows.draft(self._cache, cost)
         fused = self._guarded(
             lambda: self._improve(_SuffixDrafts(rows, drafts, drafts.expected(), cost), model, question, row_seconds)
         )
