@@ -117,8 +117,8 @@ class SuffixCache(KeptTurns):
     def load(cls, path: str | Path, **options: Unpack[CacheOptions]) -> "SuffixCache":
         """Return a cache with the contents of a file from `save`.
 
-        options: those of SuffixCache. If `policy` learns differently, what was learned is dropped. Under
-        a `history` in another unit, what is loaded counts as written now.
+        options: those of SuffixCache. If `policy` learns differently, what was learned is dropped. Under a `history` in
+        another unit, what is loaded counts as written now.
         Raises SnapshotError as `load_snapshot` does.
         """
         cache = cls(**options)
@@ -141,22 +141,27 @@ class SuffixCache(KeptTurns):
         prediction: TokenIds = (),
         quotable: TokenIds = (),
     ) -> None:
-        """Begin a request. prompt: int32 [P] or a sequence of int. Ids from vocab_size on, which models use as
-        placeholders of images, are context like others and never drafted.
+        """Begin a request.
 
-        session: the session whose earlier turns it drafts from. group: the problem that it works on; sessions of a
-        group draft from each other's responses first. tenant: the tenant whose index it shares; all requests without
-        one are one tenant. scope: "tenant" drafts from session, group and tenant and adds to them; "session" uses only
-        the session and its family and ignores the group; "none" uses only the request's own text. parent: the session
-        that started this one, if any. Sessions that descend from one root are a family, and draft from each other's
-        responses unless they name a group. Once known, a session's family stays while the cache holds it.
-        end_tokens: int32 [E], tokens that end the response; no draft goes on behind one (ArcticInference's rule
-        ignores them). owner: whom session and group count for when memory is scarce, e.g. the caller; tenant_owner:
-        whom the tenant does, e.g. the caller if it is one caller's. None: as before, at first the tenant itself.
+        prompt: int32 [P] or a sequence of int. Ids from vocab_size on, which models use as placeholders of images, are
+        context like others and never drafted.
+        session: the session whose earlier turns it drafts from.
+        group: the problem that it works on; sessions of a group draft from each other's responses first.
+        tenant: the tenant whose index it shares; all requests without one are one tenant.
+        scope: "tenant" drafts from session, group and tenant and adds to them; "session" uses only the session and its
+        family and ignores the group; "none" uses only the request's own text.
+        parent: the session that started this one, if any. Sessions that descend from one root are a family, and draft
+        from each other's responses unless they name a group. Once known, a session's family stays while the cache holds
+        it.
+        end_tokens: int32 [E], tokens that end the response; no draft goes on behind one (ArcticInference's rule ignores
+        them).
+        owner: whom session and group count for when memory is scarce, e.g. the caller. None: as before, at first the
+        tenant itself.
+        tenant_owner: whom the tenant counts for, e.g. the caller if it is one caller's. None: as for owner.
         prediction: what its response is expected to be like, at most MAX_PREDICTION tokens; this request alone drafts
         from it, as source "prediction" (ArcticInference's rule ignores it).
-        quotable: what its response may quote anywhere, such as the prompt's text in another spelling, at
-        most MAX_QUOTABLE tokens; a source "quote" of the same kind, unused beside a prediction.
+        quotable: what its response may quote anywhere, such as the prompt's text in another spelling, at most
+        MAX_QUOTABLE tokens; a source "quote" of the same kind, unused beside a prediction.
         Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes
         nothing.
         """
@@ -309,7 +314,7 @@ class SuffixCache(KeptTurns):
     ) -> FinishedTurn | None:
         """End a request and keep its response for its session and tenant; return the turn to store, or None.
 
-        output_limit: keep only the first so many tokens of the response (engines may decode past a stop).
+        output_limit: tokens of the response to keep, the first ones (engines may decode past a stop).
         name: writer and number under which the turn will be stored. While the cache holds the turn, `restore` ignores
         a stored turn of this name.
         The call keeps nothing and returns None under scope "none", under scope "session" without a session, and if

@@ -266,7 +266,7 @@ class Account:
 
 
 def call_limits(options: Mapping[str, Any], connection: Any, seconds: float) -> dict[str, Any]:
-    """Return the timeout and the retries of a call that may take so many seconds. connection: its OpenAI client."""
+    """Return the timeout and the retries of a call that may take ``seconds``. connection: its OpenAI client."""
     timeout, retries = options.get("timeout", openai.NOT_GIVEN), options.get("max_retries")
     check_retries(retries)
     if isinstance(timeout, openai.NotGiven | openai.Omit):

@@ -101,8 +101,8 @@ class AgentClient(ClientBase[openai.OpenAI]):
         before anything is sent. "empty": start without them; what is said then is stored behind them.
         parent: the session that started this one; see Session.child().
         Sessions of one id and client share their messages, group and parent. Those without a name are kept in memory
-        only, as long as they are used. Raises InvalidSessionError for an id
-        that is empty, longer than 256 characters or has control characters.
+        only, as long as they are used. Raises InvalidSessionError for an id that is empty, longer than 256 characters
+        or has control characters.
         """
         return Session(self, self._conversations.get(session_id, group, parent), on_unavailable)
 

@@ -91,5 +91,5 @@ def check_address(name: str, given: object) -> None:
 
 
 def _given(name: str, option: object, variable: str) -> tuple[Any, str]:
-    """Return what an option or, without it, its variable says, and the name of either."""
+    """Return the value of an option, or of its environment variable if it is None, and the name of the one used."""
     return (os.environ.get(variable), variable) if option is None else (option, name)

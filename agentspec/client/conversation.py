@@ -268,7 +268,7 @@ class Conversation:
             raise
 
     def _answer_calls(self, answerer: object, answers: Mapping[int, str], otherwise: str) -> None:
-        """Do it, or do the rest of it: readers of the store count messages once that were stored twice."""
+        """Append the answers, also after an attempt that was cut off: a message that is stored twice is read once."""
         with self._guard:
             if self._holder is not answerer:
                 return

@@ -78,7 +78,7 @@ def refine(
     stage: str | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Steps[Stopped]:
-    """Refine an answer. Returns why that ended. stage: that of a pipeline, whose answer must have a text to pass on."""
+    """Refine an answer. Returns why that ended. stage: name of a pipeline's stage, whose answer must have a text."""
     check_count("attempts", attempts)
     check_function("critic", critic)
     content = task

@@ -42,12 +42,12 @@ PLAIN_OPTIONS = {"logprobs_mode": "processed_logprobs"}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Say what to sample: so many samples of each problem in each epoch.
+    """Say what to sample.
 
-    max_tokens: longest response. seed: makes a sample's random numbers, together with its name, so that a rollout
-    without drafts can be repeated; vLLM then draws them row by row, which takes time in large batches. None: the
-    engine's seed, which must differ from run to run, or a resumed rollout repeats samples. stop: texts that end a
-    response.
+    samples: answers to each problem in each epoch. max_tokens: longest response. seed: makes a sample's random numbers,
+    together with its name, so that a rollout without drafts can be repeated; vLLM then draws them row by row, which
+    takes time in large batches. None: the engine's seed, which must differ from run to run, or a resumed rollout
+    repeats samples. stop: texts that end a response.
     Raises ConfigurationError for a value out of range.
     """
 
@@ -75,7 +75,7 @@ class Plan:
 
 
 def distribution(model: str, plan: Plan) -> dict[str, Any]:
-    """Return what decides the distribution of a rollout's samples, as each of them has it, but how the model is loaded.
+    """Return the settings that decide the distribution of a rollout's samples, except how the model is loaded.
 
     model: a folder or a hub id. A folder is written out, because a relative path or a link may lead to another one in
     the next run.

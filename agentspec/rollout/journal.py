@@ -60,7 +60,7 @@ class Sample:
 
     @property
     def key(self) -> Key:
-        """Return what names the sample."""
+        """Return the sample's key."""
         return Key(self.id, self.epoch, self.sample)
 
 
@@ -120,7 +120,7 @@ class Journal:
         return self._rewards[key]
 
     def without_reward(self) -> set[Key]:
-        """Return what names the samples that have no reward."""
+        """Return the keys of the samples that have no reward."""
         return {key for key, reward in self._rewards.items() if reward is None}
 
     def write(self, sample: Sample) -> None:

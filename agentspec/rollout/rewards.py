@@ -178,7 +178,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _awaited(value: Any, seconds: float | None) -> Any:
-    """Return a value, or what an awaitable gives. Cancel it after so many seconds, so that its thread ends."""
+    """Return a value, or the result of an awaitable. Cancel that after ``seconds``, so that its thread ends."""
     if not inspect.isawaitable(value):
         return value
 

@@ -52,7 +52,8 @@ class NewRequest:
     prompt: token ids [P]; an array is valid as long as the step. end_tokens: tokens that end its response. api_id: the
     id in the API's response, under which its figures are kept; None: the request id. call: which of the API's calls
     with that id it belongs to. detailed: whether it asked for the sources of its tokens. prediction: tokens that it
-    expects as its response. quotable: tokens that its response may quote. repetition: what ends it, too.
+    expects as its response. quotable: tokens that its response may quote. repetition: the repetition that ends its
+    response, too.
     """
 
     request_id: str
@@ -132,7 +133,7 @@ class RunningMean:
     count: float = 0.0
 
     def add(self, value: float, memory: float, times: float = 1.0) -> None:
-        """Add a value, or the mean of so many. memory: number of latest values that the mean covers."""
+        """Add a value, or the mean of ``times`` values. memory: number of latest values that the mean covers."""
         self.count = min(self.count + times, memory)
         self.value += min(times / self.count, 1.0) * (value - self.value)
 
@@ -161,7 +162,7 @@ class RequestState:
     end_tokens: frozenset[int] = frozenset()
     """tokens that end its response"""
     repetition: Repetition | None = None
-    """what ends it, too"""
+    """repetition that ends its response, too"""
 
     # --- Its start in the cache, and its end (`requests.turnover`)
 

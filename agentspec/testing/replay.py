@@ -60,16 +60,15 @@ __all__ = [
 class ReplayEngine:
     """Run a vLLM engine in a process of its own that replays calls. Use as a context manager, or ``close()`` it.
 
-    ``model``: a model folder, or None for random weights of ``shape``. ``max_batch``: the largest ``batch`` of a
-    run. ``max_draft``: the longest draft in tokens (default: the method's own limit). ``settings``: agentspec's
-    settings (default: a memory store, so that nothing is left of a run). ``async_scheduling``: off for
-    every method, so that they can be compared; None leaves it to vLLM. ``module_paths``: folders that the engine's
-    process imports from first (method ``suffix``: where ``arctic_inference`` is, if not installed). ``drafter``: a
-    speculative config of vLLM's own, which runs beside ``agentspec``, or alone with ``none``. ``prepare``: a function
-    of an importable module, which the process calls before it makes the engine. ``kv_cache_bytes``: size of the KV
-    cache on a GPU. None: what vLLM measures to be free, which several engines that start at once get wrong. Starting
-    takes about a minute and goes on in the background; the first run waits for it. Raises ConfigurationError for
-    arguments that cannot work.
+    ``model``: a model folder, or None for random weights of ``shape``. ``max_batch``: the largest ``batch`` of a run.
+    ``max_draft``: the longest draft in tokens (default: the method's own limit). ``settings``: agentspec's settings
+    (default: a memory store, so that nothing is left of a run). ``async_scheduling``: off for every method, so that
+    they can be compared; None leaves it to vLLM. ``module_paths``: folders that the engine's process imports from first
+    (method ``suffix``: where ``arctic_inference`` is, if not installed). ``drafter``: a speculative config of vLLM's
+    own, which runs beside ``agentspec``, or alone with ``none``. ``prepare``: a function of an importable module, which
+    the process calls before it makes the engine. ``kv_cache_bytes``: size of the KV cache on a GPU. None: what vLLM
+    measures to be free, which several engines that start at once get wrong. Starting takes about a minute and goes on
+    in the background; the first run waits for it. Raises ConfigurationError for arguments that cannot work.
     """
 
     def __init__(

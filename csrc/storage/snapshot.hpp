@@ -68,7 +68,7 @@ class SnapshotWriter {
     values(std::span(value));
   }
   template <class T>
-  void array(const Buffer<T>& buffer, bool = false) {
+  void array(const Buffer<T>& buffer, bool /*may_lack_front*/ = false) {
     const std::size_t size = buffer.size(), released = buffer.released(), bytes = (size - released) * sizeof(T);
     number(size);
     number(released);

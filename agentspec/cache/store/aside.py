@@ -27,7 +27,7 @@ class QueuedRecord:
 
 
 _LOG = "log "
-"""What the name of a part begins with that stands for one log alone. No part of a store has a space in its name."""
+"""Prefix of the name of a part that stands for one log alone. No part of a store has a space in its name."""
 _PAUSE = 1.0
 """Seconds until a part or a log is tried again, at first."""
 _REFUSALS = 5

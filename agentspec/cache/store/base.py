@@ -210,11 +210,11 @@ class Store(Protocol):
         ...
 
     def usage(self) -> Usage:
-        """Return what all namespaces together hold."""
+        """Return the records and bytes of all namespaces together."""
         ...
 
     def trim(self, retention: Retention) -> Trimmed:
-        """Remove one slice of the oldest entries beyond the limits, of all namespaces, and return their space.
+        """Remove one slice of the oldest entries beyond the limits, of all namespaces together, and free their space.
 
         A slice is at most 256 entries or about 1 MB, so that appends do not wait long. Call it again while it says
         that there is more.

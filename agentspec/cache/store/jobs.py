@@ -33,7 +33,7 @@ class StoreJobs:
     def submit(self, job: Callable[[Store], Result], owner: str | None = None) -> "Future[Result]":
         """Run ``job(store)`` soon. Returns its future.
 
-        Raises StoreUnavailableError if too many of its owner wait, or of all owners.
+        Raises StoreUnavailableError if too many jobs of the owner wait, or of all owners together.
         """
         future: Future[Result] = Future()
         with self._lock:

@@ -33,7 +33,7 @@ class LogNames:
 
     @property
     def prefix(self) -> str:
-        """Return what the names of all logs of the model begin with."""
+        """Return the prefix of the names of all logs of the model."""
         return f"{self.model}."
 
     def of(self, tenant: str | None) -> str:
@@ -41,7 +41,7 @@ class LogNames:
         return _log_of(self, tenant)
 
     def family(self, tenant: str | None) -> str:
-        """Return what the names of a tenant's log, and of the logs set apart from it, begin with."""
+        """Return the prefix of the names of a tenant's log and of the logs set apart from it."""
         apart = None if tenant is None else _APART.fullmatch(tenant)
         return self.prefix + mac(self.secret, "log", (apart[1] or None) if apart else tenant)[:_TENANT_DIGITS]
 

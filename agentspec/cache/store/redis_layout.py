@@ -28,7 +28,7 @@ class Layout:
         return range(self.shards) if place is None else [place]
 
     def tags(self, namespace: str, place: int | None = None) -> list[str]:
-        """Return what the keys of a log's shards begin with: of all, or of the one at a place."""
+        """Return the prefixes of the keys of a log's shards: of all shards, or of the one at a place."""
         name = f"{self._prefix}:{check_namespace(namespace)}"
         names = [name] if self.shards == 1 else [f"{name}:{place}" for place in self.places(place)]
         return [f"{{{name}}}:3:" for name in names]

@@ -147,7 +147,7 @@ class RedisShard:
         return "whole" if rows and parsed(rows[0][0]) <= max(low, born) else "trimmed"
 
     def session(self, session: str, low: Id, newest: int | None) -> Iterator[tuple[Id, Entry]]:
-        """Yield the entries of a session behind ``low``, up to its last one now; of these the newest so many."""
+        """Yield a session's entries behind ``low``, up to its last now. newest: the number of them; None: all."""
         rows_at_once, held = _ROWS, self._client.command("HGET", f"{self.tag}sessions", session)
         if held is not None:  # no page shall outlast the timeout
             records, size, _ = map(int, held.split())

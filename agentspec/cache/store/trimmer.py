@@ -28,7 +28,7 @@ class Trimmer:
         return None if self._retention is None else max(0.0, self._at - time.monotonic())
 
     def note_written(self, size: int) -> None:
-        """Note that so many bytes were appended."""
+        """Note that ``size`` bytes were appended."""
         self._written += size
 
     def trim_if_due(self) -> None:

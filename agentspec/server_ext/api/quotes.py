@@ -46,14 +46,14 @@ _INSTRUCTIONS = ("system", "developer")
 
 @dataclass(frozen=True)
 class Form:
-    """What a response may be. json: it is or contains JSON. patch: it is or contains a patch."""
+    """Hold the form of a response. json: it is or contains JSON. patch: it is or contains a patch."""
 
     json: bool = False
     patch: bool = False
 
     @classmethod
     def of(cls, request: Any) -> "Form":
-        """Return that of the response to a request."""
+        """Return the form of the response to a request, a body as parsed from JSON."""
         if not isinstance(request, dict):
             return cls()
         return cls(_calls_tools(request) or _wants_json(request), _calls_for_patches(request))

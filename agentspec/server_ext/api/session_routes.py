@@ -92,7 +92,7 @@ class NoSessionError(HTTPException):
         super().__init__(status_code=404, detail=f"no session {session_id!r}")
 
     def __str__(self) -> str:
-        """Return what a traceback shows of it (``--log-error-stack``)."""
+        """Return the error's text in a traceback (``--log-error-stack``)."""
         return f"{self.status_code}: the caller has no such session"
 
 
@@ -242,7 +242,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _parse(body: bytes) -> ExportedSession | SessionTexts:
-    """Return what is imported. Raise 400, naming the first wrong field."""
+    """Return the export or the texts in the body. Raise 400, naming the first wrong field."""
     try:
         # pydantic's own parser would copy a turn for each of its errors
         given = json.loads(body)

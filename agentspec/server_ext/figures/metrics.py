@@ -46,7 +46,7 @@ class RequestFigures:
         _cut(self.accepted, max(self.tokens - 1, 0))  # the first token is never a draft's
 
     def leave_out(self, accepted: list[int], kept: int) -> None:
-        """Leave out the accepted tokens of a step, but so many. accepted: by source; has the others afterwards."""
+        """Count only ``kept`` of a step's accepted tokens. accepted: these by source; reduced to those that count."""
         for source, gone in enumerate(_cut(accepted, kept)):
             self.accepted[source] -= gone
 
@@ -66,7 +66,7 @@ class RequestFigures:
 
 
 def _cut(tokens: list[int], most: int) -> list[int]:
-    """Cut tokens by source to so many in all, from the largest source on. Return what went of each."""
+    """Reduce counts by source until they sum to ``most``, the largest first. Return how much each has lost."""
     gone = [0] * len(tokens)
     while (over := sum(tokens) - most) > 0:
         largest = tokens.index(max(tokens))

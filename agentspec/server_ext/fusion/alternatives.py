@@ -73,8 +73,8 @@ class DraftAlternatives:
     ) -> "DraftAlternatives":
         """Score both drafts, at most ``limit`` tokens far.
 
-        draft: the suffix draft's tokens. forced: the model's row that was forced to follow
-        them. unforced: the row in which the model chose its own tokens.
+        draft: the suffix draft's tokens. forced: the model's row that was forced to follow them. unforced: the row in
+        which the model chose its own tokens.
         """
         result = cls(calibrator, length)
         row = forced or unforced

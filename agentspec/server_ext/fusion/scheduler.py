@@ -40,7 +40,7 @@ _OUTLIER = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Hold what steps yield now. rate: tokens per unit of work. row_seconds: of a unit; None: not measured yet."""
+    """Hold the yield of steps now. rate: tokens per unit of work. row_seconds: of a unit; None: not yet measured."""
 
     rate: float
     row_seconds: float | None
@@ -103,7 +103,7 @@ class PassTime:
         self._lines: dict[int, tuple[float, float] | None] = {}  # by number of rows, until the next run
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Add the time of a run over a batch of ``rows`` rows that drafted so many tokens in each."""
+        """Add the time of a run over a batch of ``rows`` rows that drafted ``tokens`` tokens in each."""
         self._times.setdefault(tokens, ModelTime()).observe(rows, seconds)
         self._lines.clear()
 

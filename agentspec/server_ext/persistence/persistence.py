@@ -228,7 +228,7 @@ class Persistence:
     def submit(self, job: Callable[[Store], Result], owner: str | None = None) -> "Future[Result]":
         """Run ``job(store)`` in a thread. owner: whoever asked, because owners take turns (``StoreJobs``).
 
-        Raises StoreUnavailableError if too many jobs of the owner wait.
+        Raises StoreUnavailableError if too many jobs of the owner wait, or of all owners together.
         """
         return self._jobs.submit(job, owner)
 

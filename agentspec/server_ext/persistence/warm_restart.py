@@ -33,7 +33,7 @@ _OF_REDIS = re.compile(f"[0-9a-f]{{{PLACE_DIGITS}}}")
 
 
 def snapshot_identity(namespace: str, cache: SuffixCache) -> str:
-    """Return what a snapshot must agree in to be used: agentspec's version, the store's namespace and the policy."""
+    """Return the text that a usable snapshot has, too: agentspec's version, the store's namespace and the policy."""
     return json.dumps({"agentspec": agentspec.__version__, "namespace": namespace, "policy": repr(cache.policy)})
 
 

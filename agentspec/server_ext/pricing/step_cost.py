@@ -110,7 +110,7 @@ class StepCost:
         return prices
 
     def pays(self, rows: int, drafted: int, expected: float) -> bool:
-        """Return whether drafts of so many tokens earn what a step with any draft takes, if so many are accepted.
+        """Return whether ``drafted`` tokens earn the time that any draft adds to a step, if ``expected`` are accepted.
 
         They do if they raise the tokens per second, (rows + expected) / seconds. True where the price is given, and
         until steps with drafts are measured. Now and then the opposite is returned, so that both go on being measured:

@@ -101,7 +101,7 @@ class PlainSteps:
     """draft tokens of those"""
 
     def learn(self, seconds: float, drafts: StepTimes, steps: int = 1) -> None:
-        """Learn from steps without drafts, of so many seconds each. drafts: the level of those with drafts."""
+        """Learn from ``steps`` steps without drafts, of ``seconds`` each. drafts: the level of those with drafts."""
         self.steps += steps
         weight = steps / min(self.steps, _PLAIN_STEPS)
         self.seconds += weight * (seconds - self.seconds)

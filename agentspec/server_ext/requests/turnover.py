@@ -16,7 +16,7 @@ from itertools import takewhile
 from agentspec.server_ext.step import Int32, NewRequest, RequestState, RunningMean, Step
 
 _STARTED, _FINISHED = 2, 8
-"""A step starts one in so many of the requests that begin, and does one in so many of the rest, at least.
+"""A step starts at least 1 / _STARTED of the requests that begin, and does at least 1 / _FINISHED of the rest.
 
 Siblings often begin by the dozen. Each step that one waits costs the tokens that a draft would have brought it.
 """

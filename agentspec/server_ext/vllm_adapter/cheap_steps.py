@@ -203,7 +203,7 @@ def _masked_lengths(manager: Any, ids: Sequence[str], drafts: Mapping[str, Seque
 
 
 def _make_room(manager: Any, rows: int) -> None:
-    """Let the bitmask have so many rows, and not many more: one that was large for a single step is given back."""
+    """Let the bitmask have ``rows`` rows, and not many more: one that was large for a single step is given back."""
     size = 1 << (max(rows, manager.vllm_config.scheduler_config.max_num_seqs) - 1).bit_length()
     present = manager._grammar_bitmask
     if present is None or not size <= present.shape[0] <= 8 * size:

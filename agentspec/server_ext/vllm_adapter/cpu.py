@@ -103,7 +103,7 @@ def keep_freed_memory(num_bytes: int, ready_bytes: int = 0) -> bool:
     """Let this process keep freed memory for what it allocates next. Return whether it does.
 
     num_bytes: most free bytes at the end of the heap, and about the largest array that is kept. Freed memory between
-    arrays that are in use is kept beyond that. ready_bytes: of the heap's next bytes, so many get their pages now.
+    arrays that are in use is kept beyond that. ready_bytes: how many of the heap's next bytes get their pages now.
 
     It does not with another C library than glibc, or where the environment says how freed memory is kept.
     """

@@ -121,7 +121,7 @@ def _check_files(settings: Settings) -> None:
 
 
 def _check_speculator(name: str | None, tokens: int | None) -> None:
-    """Raise SpeculatorError for a folder that holds no speculator, or none that drafts so many tokens.
+    """Raise SpeculatorError for a folder that holds no speculator, or one that cannot draft ``tokens`` tokens.
 
     A hub's speculator is checked by ``check_draft_model``, as is what needs the target's configuration.
     """

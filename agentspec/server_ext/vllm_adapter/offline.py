@@ -46,7 +46,7 @@ class Answer:
 
 
 async def result_of(awaitable: Awaitable[Any]) -> Any:
-    """Return what an awaitable gives. Event loops run coroutines, and not every awaitable is one."""
+    """Return the result of an awaitable. Event loops run coroutines, and not every awaitable is one."""
     return await awaitable
 
 

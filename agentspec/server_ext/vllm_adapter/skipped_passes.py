@@ -160,7 +160,7 @@ class SkippedPasses:
         return self._latest[1]
 
     def _room(self, rows: int) -> int:
-        """Return how many tokens a pass over so many rows can take in."""
+        """Return how many tokens a pass over ``rows`` rows can take in."""
         return int(self._native.max_num_tokens - rows * self._native.net_num_new_slots_per_request)
 
     def _waiting(self, step: _Step) -> Indices:

@@ -101,7 +101,7 @@ class StepReader:
     """Read steps out of one model runner.
 
     max_draft: longest draft, in tokens. max_model_len: most tokens of a row. knows: whether a request was given to the
-    engine before, with a prompt of so many tokens.
+    engine before, by its id and the tokens of its prompt.
     """
 
     def __init__(self, max_draft: int, max_model_len: int, knows: Callable[[str, int], bool]) -> None:

@@ -83,8 +83,10 @@ class PaddedLoop:
         self._replays: dict[int, Run] = {}
 
     def prepare(self) -> None:
-        """Run every size before it is recorded. Ranks that share a head exchange data here, so all must call it
-        together."""
+        """Run every size before it is recorded.
+
+        Ranks that share a head exchange data here, so all must call it together.
+        """
         for size in reversed(self.sizes):
             self._recorder.prepare(self._run_of(size))
 
