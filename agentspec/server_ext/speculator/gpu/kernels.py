@@ -7,8 +7,10 @@ Matrices are contiguous. ``inner`` is the length of their rows, ``BLOCK`` the ne
 import triton
 import triton.language as tl
 
-_E4M3_MAX = tl.constexpr(448.0)
-_SMALLEST = tl.constexpr(1e-12)
+from agentspec.server_ext.speculator.gpu.fp8 import E4M3_MAX, SMALLEST
+
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_SMALLEST = tl.constexpr(SMALLEST)
 _ROOT_HALF = tl.constexpr(0.7071067811865476)
 _NEVER = tl.constexpr(float("-inf"))
 _FAR = tl.constexpr(3.0e38)
