@@ -159,7 +159,7 @@ class Store(Protocol):
         ...
 
     def sessions(self, namespace: str) -> list[SessionUsage]:
-        """Return what each session holds, sorted by key; the key "" stands for entries without a session."""
+        """Return the usage of each session, sorted by key; the key "" stands for entries without a session."""
         ...
 
     def newest(self, namespace: str) -> str:
@@ -222,7 +222,7 @@ class Store(Protocol):
         ...
 
     def losses(self) -> Losses:
-        """Return what this store has lost, without asking it."""
+        """Return the losses that this process has noticed, without asking the store."""
         ...
 
     def ping(self) -> None:

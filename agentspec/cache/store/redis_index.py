@@ -144,7 +144,7 @@ class LogIndex:
             self._noted.update(changed)
 
     def totals(self) -> Totals:
-        """Return what all logs hold together."""
+        """Return the records, bytes and sessions of all logs together."""
         self.flush()
         held = self._client.command("HMGET", self._totals, "records", "bytes", "sessions")
         return Totals(*(max(0, int(one or 0)) for one in held))

@@ -122,7 +122,7 @@ class RedisShard:
         return int(count), int(removed), _state(state)
 
     def sessions(self) -> dict[str, SessionUsage]:
-        """Return what each session holds."""
+        """Return the usage of each session, by its key."""
         found = {}
         for name, held in self._client.hash_items(f"{self.tag}sessions"):
             records, size, used = map(int, held.split())

@@ -32,7 +32,7 @@ class Trimming:
         self._client, self._index, self._shards = client, index, shards
 
     def usage(self) -> Usage:
-        """Return what all logs hold."""
+        """Return the records and bytes of all logs together."""
         held = self._index.totals()
         return Usage(held.records, held.bytes + held.sessions * _SESSION_BYTES)
 

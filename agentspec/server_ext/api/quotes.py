@@ -237,7 +237,7 @@ def _strings_in(text: str) -> list[str]:
 
 
 def _value(string: str) -> str:
-    """Return what a string in JSON says, or one in Python's form, which has escapes that JSON lacks."""
+    """Return the text of a string in JSON, or of one in Python's form, which has escapes that JSON lacks."""
     try:
         return str(json.loads(string))
     except ValueError:

@@ -62,7 +62,7 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class _RequestLimits:
-    """Hold what limits the drafts of one request."""
+    """Hold the limits of one request's drafts."""
 
     longest: int
     """length, in tokens, at which it has no room for a draft: one more token is always sampled"""
@@ -250,7 +250,7 @@ class StepReader:
         return room
 
     def _limits_of(self, state: Any) -> _RequestLimits | None:
-        """Return what limits a request's drafts; None for a prompt of embeddings, which has no tokens to match."""
+        """Return the limits of a request's drafts; None for a prompt of embeddings, which has no tokens to match."""
         if state.prompt_token_ids is None:
             return None
         params, most = state.sampling_params, self._max_model_len
