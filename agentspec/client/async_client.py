@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -36,7 +39,6 @@ from agentspec.client.request import (
 )
 from agentspec.client.session_naming import SessionTags
 from agentspec.client.streams import AsyncReplyStream
-from agentspec.client.threads import StoreThreads
 from agentspec.errors import AgentSpecError
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STORE_THREADS = 16  # each waits for the store, for 0.1 s in a call
+
 T = TypeVar("T")
 
 
@@ -52,8 +56,8 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
     """Chat as AgentClient does, with asyncio: await each method that talks to the server or the store.
 
     `session()` and `stream()` are not awaited, because they only prepare: `session = client.session("fix-42")`, then
-    `await session.chat(...)` or `async for text in session.stream(...)`. A client belongs to the event loop
-    that uses it first, so each `asyncio.run()` makes its own.
+    `await session.chat(...)` or `async for text in session.stream(...)`. A client belongs to the event loop that uses
+    it first, so each `asyncio.run()` makes its own.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         **options: Unpack[AsyncClientOptions],
     ) -> None:
         connection = connect(openai.AsyncOpenAI, base_url, api_key, options)
-        self._threads = StoreThreads()
+        self._threads = _StoreThreads()
         super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
         self._probe_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None  # in which it was used first
@@ -348,3 +352,21 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
                 reply = self._client._finish_call(call, turn, answer.completion())
                 await self._confirm()
             yield reply
+
+
+class _StoreThreads:
+    """Hold the threads in which a client waits for its store. No function of the caller's occupies them."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(_STORE_THREADS, "agentspec-store")
+
+    async def run(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Call the function, and return its result."""
+        call = functools.partial(contextvars.copy_context().run, function, *arguments, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+    def close(self) -> None:
+        """End the threads once their calls have ended. Later calls run in asyncio's threads."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False)
