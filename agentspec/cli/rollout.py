@@ -22,10 +22,11 @@ from agentspec.cli.tables import print_table
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from agentspec.rollout import EpochFigures
+    from agentspec.rollout import EpochFigures, Journal
 
 _LOG_SECONDS = 60.0
 """Where a log takes the place of a terminal, progress is a line each so many seconds, and one at an epoch's end."""
+_OTHER_FORMS = (".parquet", ".gz")
 _COLUMNS = (TextColumn("{task.completed}/{task.total} {task.description}"), BarColumn(), TimeRemainingColumn())
 """Progress in a terminal. The count comes first, because a narrow one cuts the end of the line off."""
 
@@ -96,7 +97,6 @@ def rollout(
     scores what has no reward.
     """
     from agentspec.rollout import (
-        Journal,
         OfflineEngine,
         Plan,
         RayEngine,
@@ -114,8 +114,7 @@ def rollout(
     if reward_timeout is not None and not 0 < reward_timeout < math.inf:  # also refuses nan
         raise ConfigurationError(f"--reward-timeout {reward_timeout:g}: seconds above 0 expected")
     plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
-    if out.exists() and problems.exists() and out.samefile(problems):
-        raise ConfigurationError(f"--out {out}: holds the problems; give another file")
+    _check_out(out, problems)
     tasks = read_problems(problems)
     folder = None if format is None else folder_for(out, format.value)
     judge = None if reward is None else _function("--reward", reward)
@@ -134,7 +133,7 @@ def rollout(
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends vLLM's processes, too, as Ctrl-C does
     sampling_params(Sampling(temperature, top_p, max_tokens))  # what vLLM refuses, before its start takes minutes
-    with Journal(out) as journal:
+    with _opened(out) as journal:
         journal.check_sampling(distribution(model, plan))
         # slow, so only once the arguments are known to be good
         started = OfflineEngine.start(model, **options) if ray is None else RayEngine.start(model, ray, **options)
@@ -184,6 +183,35 @@ class _Shown:
         if not self._bars.console.is_terminal and (complete or time.monotonic() - self._said >= _LOG_SECONDS):
             self._said = time.monotonic()
             typer.echo(line, err=True)
+
+
+def _check_out(out: Path, problems: Path) -> None:
+    """Raise ConfigurationError for a file that cannot hold the samples alone, as JSON lines."""
+    if not out.exists():
+        if out.suffix.lower() in _OTHER_FORMS:
+            raise ConfigurationError(
+                f"--out {out}: samples are written as JSON lines; name it .jsonl (--format trl writes parquet beside it)"
+            )
+        return
+    if problems.exists() and out.samefile(problems):
+        raise ConfigurationError(f"--out {out}: holds the problems; give another file")
+    for stream in (1, 2):
+        try:
+            shared = out.is_file() and os.path.samestat(out.stat(), os.fstat(stream))
+        except OSError:  # that stream is closed
+            continue
+        if shared:
+            raise ConfigurationError(f"--out {out}: what vLLM logs is written there, too; give a file of its own")
+
+
+def _opened(out: Path) -> "Journal":
+    from agentspec.rollout import Journal
+
+    try:
+        return Journal(out)
+    except OSError as error:
+        why = error.strerror if error.filename in (None, str(out)) else f"{error.filename}: {error.strerror}"
+        raise ConfigurationError(f"--out {out}: cannot be written ({why}); give another file") from error
 
 
 def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, Any]) -> dict[str, Any]:

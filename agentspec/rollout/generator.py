@@ -238,7 +238,14 @@ class RolloutGenerator:
         return [sample for sample in self._journal.samples(epoch) if sample.key in keys]
 
     def _new_weights(self, update: UpdateWeights, epoch: int) -> str | None:
-        version = self._engine.update_weights(update, epoch)
+        try:
+            version = self._engine.update_weights(update, epoch)
+        except Exception as error:  # of the user's function: its traceback says where, and this what to do
+            error.add_note(
+                f"agentspec: update_weights failed before epoch {epoch}; all finished samples are in "
+                f"{self._journal.path}: mend it, and run the rollout again to go on"
+            )
+            raise
         if version is not None and not isinstance(version, str | int | float | PathLike):
             raise RolloutError(
                 f"update_weights: returned {type(version).__name__}; return the weights' version, a text, or None"
@@ -333,7 +340,7 @@ class RolloutGenerator:
         prompts, wrong = {}, []
         for problem in problems:
             try:
-                prompts[problem.id] = self._engine.tokenise(problem.prompt)
+                prompts[problem.id] = self._engine.tokenise(problem.prompt, problem.tools)
             except InvalidInputError as error:
                 wrong.append(f"problem {problem.id!r}: {error}")
         if wrong:

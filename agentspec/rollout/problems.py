@@ -11,6 +11,9 @@ from agentspec.files import read_lines
 from agentspec.identifiers import check_session_id
 
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
+_CHATS = ("prompt", "messages")
+_SEEN = ("images", "videos")
+"""Columns of TRL's and verl's files from which a model sees what its prompt is about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +28,29 @@ class Problem:
     prompt: str | list[dict[str, Any]] | list[int]
     fields: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools that the chat template writes into the prompt: ``tools`` of the fields, beside messages.
+
+        They are a list of objects, or its JSON, as TRL has them. None where there are none.
+        """
+        if not (isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], dict)):
+            return None
+        tools = self.fields.get("tools")
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except (ValueError, RecursionError):
+                return None
+        described = isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools)
+        return tools if described else None
+
 
 def read_problems(path: Path) -> list[Problem]:
     """Read all problems of a file: ``.parquet``, or JSON lines for any other name, also ones that gzip compressed.
 
     A problem has an "id" (a string or a number, once in the file) and a "prompt" (a text, or messages as verl writes
-    them), "messages" or "prompt_token_ids".
+    them), "messages" or "prompt_token_ids". "tools" beside messages go into the chat template.
 
     Raises InvalidInputError that names the line and the field.
     """
@@ -67,9 +87,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = parquet.read_table(path).to_pylist()
     except (ArrowException, OSError) as error:
-        raise InvalidInputError(f"{path}: not a parquet file ({first_line(error)})") from None
+        raise InvalidInputError(f"{path}: cannot be read as parquet ({first_line(error)})") from None
     for number, row in enumerate(rows, 1):
-        messages = {name: _without_nulls(row[name]) for name in ("prompt", "messages") if name in row}
+        messages = {name: _without_nulls(row[name]) for name in (*_CHATS, "tools") if name in row}
         yield f"{path}, row {number}", row | messages
 
 
@@ -92,13 +112,23 @@ def _problem(place: str, row: Any) -> Problem:
     if type(identifier) is int:
         identifier = str(identifier)
     if not isinstance(identifier, str):
-        raise InvalidInputError(f'{place}: needs "id", a string or a whole number')
-    given = [name for name in _PROMPTS if row.get(name) is not None]
-    if len(given) != 1:
+        given = "has none" if identifier is None else f"got {identifier!r:.40}"
+        raise InvalidInputError(
+            f'{place}: needs "id", a string or a whole number, and {given}; give each problem its own, which names its '
+            "samples in every run"
+        )
+    for name in _SEEN:
+        if row.get(name):
+            raise InvalidInputError(
+                f'{place}: "{name}" would not reach the model, which is given text alone; leave the problem out, or '
+                "name the field otherwise if no prompt is about it"
+            )
+    prompts = [name for name in _PROMPTS if row.get(name) is not None]
+    if len(prompts) != 1:
         names = ", ".join(f'"{name}"' for name in _PROMPTS)
-        raise InvalidInputError(f"{place}: needs one of {names}, has {', '.join(given) or 'none'}")
-    prompt = _prompt(f'{place}: "{given[0]}"', given[0], row[given[0]])
-    rest = {name: value for name, value in row.items() if name not in ("id", given[0])}
+        raise InvalidInputError(f"{place}: needs one of {names}, has {', '.join(prompts) or 'none'}")
+    prompt = _prompt(f'{place}: "{prompts[0]}"', prompts[0], row[prompts[0]])
+    rest = {name: value for name, value in row.items() if name not in ("id", prompts[0])}
     return Problem(check_session_id(identifier, f"{place}: id"), prompt, rest)
 
 
@@ -133,5 +163,8 @@ def _message(place: str, message: dict[str, Any]) -> dict[str, Any]:
     parts = content if isinstance(content, list) else [None]
     texts = [str(part["text"]) for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
     if len(texts) < len(parts):
-        raise InvalidInputError(f"{place}: its content is neither a text nor a list of text parts")
+        raise InvalidInputError(
+            f"{place}: its content is neither a text nor a list of text parts, and nothing else reaches the model; "
+            "leave the problem out or change it"
+        )
     return {**message, "content": "\n".join(texts)}  # as vLLM joins them for templates that take a text

@@ -76,9 +76,9 @@ class RayWorker:
         self._engine.abort(request_ids)
         self._open.difference_update(request_ids)
 
-    def tokenise(self, prompt: Any) -> list[int]:
+    def tokenise(self, prompt: Any, tools: Any) -> list[int]:
         """Return a prompt's token ids."""
-        return self._engine.tokenise(prompt)
+        return self._engine.tokenise(prompt, tools)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids."""
@@ -209,9 +209,11 @@ class RayEngine:
             if ended:
                 member.actor.abort.remote(sorted(ended))
 
-    def tokenise(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
+    def tokenise(
+        self, prompt: str | Sequence[int] | Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
         """Return a prompt's token ids. Raises what ``OfflineEngine.tokenise`` raises."""
-        tokens: list[int] = self._ask("tokenise", prompt)
+        tokens: list[int] = self._ask("tokenise", prompt, tools)
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -141,7 +141,11 @@ class Rewards:
 
     def _value(self, problem: Problem, sample: Sample) -> float:
         assert self._reward is not None
-        value = float(_awaited(self._reward(problem, sample), self._seconds))
+        returned = _awaited(self._reward(problem, sample), self._seconds)
+        try:
+            value = float(returned)
+        except (TypeError, ValueError):
+            raise TypeError(f"it returned {_shown(returned)}; return a number") from None
         if not math.isfinite(value):  # a group's advantages would all be nan, and JSON has no such number
             raise ValueError(f"{value} is not a finite number")
         return value
@@ -201,6 +205,11 @@ def _took_over(seconds: float | None) -> str:
 def _failed(sample: Sample, error: str) -> Sample:
     logger.warning("agentspec: the reward of %s failed: %s", tuple(sample.key), error)
     return replace(sample, reward=None, reward_error=error)
+
+
+def _shown(returned: Any) -> str:
+    """Return a value that is no number with its type, in a few words."""
+    return "None" if returned is None else f"{type(returned).__name__}, {returned!r:.60}"
 
 
 def _described(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -136,6 +137,23 @@ def test_the_problems_are_never_written_over(
         assert not command(monkeypatch, str(problems), "--out", str(out))
         assert "holds the problems; give another file" in capsys.readouterr().err
     assert problems.read_text() == text
+
+
+def test_a_file_that_cannot_hold_samples_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], problems: Path
+) -> None:
+    """By its option, before the engine starts."""
+    for out, said in (
+        (problems / "out.jsonl", f"cannot be written ({problems}: File exists)"),
+        (problems.parent, "cannot be written (Is a directory)"),
+        (problems.parent / "out.parquet", "samples are written as JSON lines; name it .jsonl"),
+        (problems.parent / "out.jsonl.gz", "samples are written as JSON lines; name it .jsonl"),
+        (Path("/dev/stdout"), "what vLLM logs is written there, too"),  # capfd's file, as behind > in a shell
+    ):
+        assert not command(monkeypatch, str(problems), "--out", str(out))
+        assert f"--out {out}: {said}" in capfd.readouterr().err
+    assert [path.name for path in problems.parent.iterdir()] == ["problems.jsonl"]
+    assert command(monkeypatch, str(problems), "--out", os.devnull)
 
 
 @pytest.mark.parametrize(

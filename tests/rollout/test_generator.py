@@ -85,10 +85,11 @@ class Tokenizer:
     def decode(self, tokens: list[int]) -> str:
         return " ".join(map(str, tokens))
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+    def apply_chat_template(self, messages: list[dict[str, str]], tools: Any, **_: Any) -> list[int]:
         if messages[-1]["role"] == "system":
             raise ValueError("no user message")
-        return self.encode(" ".join(message["content"] for message in messages))
+        names = [tool["name"] for tool in tools or ()]
+        return self.encode(" ".join([*names, *(message["content"] for message in messages)]))
 
 
 class LLM:
@@ -327,6 +328,19 @@ def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path
         run(tmp_path / "wrong.jsonl", Plan(samples=1), engine, update_weights=lambda llm, epoch: {})
 
 
+def test_an_error_of_the_weights_says_where_the_samples_are(tmp_path: Path) -> None:
+    def update(llm: Any, epoch: int) -> None:
+        if epoch == 1:
+            raise FileNotFoundError("step-1")
+
+    path = tmp_path / "r.jsonl"
+    with pytest.raises(FileNotFoundError, match="step-1") as raised:
+        run(path, Plan(samples=1, epochs=2), update_weights=update)
+    (note,) = raised.value.__notes__
+    assert "update_weights failed before epoch 1" in note and f"{path}: mend it, and run the rollout again" in note
+    assert len(path.read_text().splitlines()) == len(PROBLEMS)
+
+
 def test_each_epoch_that_lacks_samples_is_announced(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     run(path, Plan(samples=1, epochs=1))
@@ -360,6 +374,17 @@ def test_a_seed_belongs_to_the_sample_and_not_to_the_order(tmp_path: Path) -> No
 def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, prompt: Any, message: str) -> None:
     with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match="problem 'z': .*" + message):
         list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run([Problem("z", prompt)], Plan()))
+
+
+def test_a_chats_template_gets_its_tools(tmp_path: Path) -> None:
+    """Without them the samples are answers to another prompt than the one that a trainer computes."""
+    chat = [{"role": "user", "content": "x"}]
+    problems = [Problem("none", chat), Problem("some", chat, {"tools": [{"name": "four"}]}), Problem("empty", [])]
+    with Journal(tmp_path / "r.jsonl") as journal:
+        list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run(problems[:2], Plan(samples=1)))
+        assert [(sample.id, sample.prompt_ids) for sample in journal.samples()] == [("none", [1]), ("some", [4, 1])]
+        with pytest.raises(AgentSpecError, match="'empty': its prompt has 0 tokens"):
+            list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run(problems[2:], Plan(samples=1)))
 
 
 def test_two_problems_with_one_id_are_refused(tmp_path: Path) -> None:

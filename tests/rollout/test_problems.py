@@ -52,7 +52,7 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
     (tmp_path / "problems.parquet").rename(tmp_path / "other.PARQUET")
     assert read_problems(tmp_path / "other.PARQUET") == read_problems(written(tmp_path, *rows))
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
-    with pytest.raises(AgentSpecError, match=r"bad\.parquet: not a parquet file"):
+    with pytest.raises(AgentSpecError, match=r"bad\.parquet: cannot be read as parquet"):
         read_problems(tmp_path / "bad.parquet")
 
 
@@ -66,6 +66,21 @@ def test_messages_in_parquet_have_the_fields_that_they_had(tmp_path: Path) -> No
     rows = [{"id": "a", "messages": [*CHAT, asks]}, {"id": "b", "messages": CHAT}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "problems.parquet")
     assert [each.prompt for each in read_problems(tmp_path / "problems.parquet")] == [[*CHAT, asks], CHAT]
+
+
+def test_tools_beside_messages_belong_to_the_prompt(tmp_path: Path) -> None:
+    """As TRL has them: a list, or its JSON, because a column of parquet gives each tool the arguments of all."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    tools = [{"function": {"name": name, "parameters": {name: 1}}} for name in ("f", "g")]
+    parquet.write_table(
+        pyarrow.Table.from_pylist([{"id": "a", "messages": CHAT, "tools": tools}]), tmp_path / "problems.parquet"
+    )
+    rows = [{"id": "a", "messages": CHAT, "tools": given} for given in (tools, json.dumps(tools), ["f"], "f, g", None)]
+    rows = [{**row, "id": str(number)} for number, row in enumerate(rows)] + [{"id": "t", "prompt": "x", "tools": tools}]
+    assert [each.tools for each in read_problems(tmp_path / "problems.parquet")] == [tools]
+    assert [each.tools for each in read_problems(written(tmp_path, *rows))] == [tools, tools, None, None, None, None]
 
 
 @pytest.mark.parametrize("line", ['{"id": "é", "prompt": "x"}'.encode("latin-1"), b"[" * 100_000])
@@ -82,8 +97,9 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: bytes) -> Non
         ("{", "not JSON"),
         ("[]", "an object expected, got list; write one JSON object a line"),
         ("[", "not JSON in UTF-8 .*; write one JSON object a line"),
-        ({"prompt": "x"}, 'needs "id"'),
-        ({"id": 1.5, "prompt": "x"}, 'needs "id"'),
+        ({"prompt": "x"}, 'needs "id", .* has none; give each problem its own'),
+        ({"id": 1.5, "prompt": "x"}, 'needs "id", .* got 1.5; give'),
+        ({"id": "b", "prompt": "x", "images": ["a.png"]}, '"images" would not reach the model.*name the field other'),
         ({"id": True, "prompt": "x"}, 'needs "id"'),
         ({"id": "a\nb", "prompt": "x"}, "id: control character"),
         ({"id": "b"}, 'needs one of "prompt"'),
@@ -144,7 +160,7 @@ def test_text_parts_of_a_message_are_joined(tmp_path: Path) -> None:
         ([{"role": "user"}], '"prompt", message 1: needs a content'),
         ([*CHAT, {"role": "user", "content": None}], '"prompt", message 2: needs a content'),
         ([{"role": 7, "content": "x"}], '"prompt", message 1: its role is a text'),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "neither a text nor a list of text parts"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "neither a text nor .*; leave the problem out"),
         ([1, 2, 3], 'token ids, which go into "prompt_token_ids"'),
         ("x\ud800", '"prompt" holds half of a surrogate pair'),
     ],

@@ -48,7 +48,7 @@ class Worker:
             raise self.fail
         return [Answer(self.open.pop(0), [1], [0.0], "one", "stop", 1, 0, 0)] if self.open else []
 
-    def tokenise(self, prompt: str) -> list[int]:
+    def tokenise(self, prompt: str, tools: Any) -> list[int]:
         raise TaskError(InvalidInputError("does not fit"))
 
     def update_weights(self, update: Callable[[Any, int], str | None], epoch: int) -> str | None:

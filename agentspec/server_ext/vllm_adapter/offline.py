@@ -122,10 +122,12 @@ class OfflineEngine:
         engine.model = model  # vLLM has the files' folder in the place of a hub id where it may not ask the hub
         return engine
 
-    def tokenise(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
+    def tokenise(
+        self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]", tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
         """Return the token ids of a text, of a chat's messages by the model's template, or of token ids.
 
-        Raises InvalidInputError for a prompt that the tokenizer or its chat template refuses, or that does not fit.
+        tools: that the template writes into a chat's prompt. Raises InvalidInputError for a prompt that the tokenizer or its chat template refuses, or that does not fit.
         """
         tokenizer = self.llm.get_tokenizer()
         try:
@@ -133,7 +135,7 @@ class OfflineEngine:
                 ids = tokenizer.encode(prompt)
             elif prompt and isinstance(prompt[0], dict):
                 ids = tokenizer.apply_chat_template(
-                    prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+                    prompt, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
             else:
                 ids = prompt
