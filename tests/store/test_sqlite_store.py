@@ -169,6 +169,43 @@ def test_nothing_is_written_to_a_file_that_was_removed_or_replaced(
         store.append(NS, [NewEntry("s", b"4")])
 
 
+@pytest.mark.parametrize("names", [("-wal",), ("-shm",), ("-wal", "-shm")])
+def test_what_was_acknowledged_survives_the_removal_of_the_log_beside_the_file(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """SQLite would go on writing to the log that has no name, and a kill would lose all that is in it."""
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        store.append(NS, [NewEntry("s", b"1")])
+        for name in names:
+            Path(f"{path}{name}").unlink()
+        for _ in range(2):
+            with pytest.raises(StoreUnavailableError, match=f"store.db{names[0]} .*removed or replaced.*; restart all"):
+                store.append(NS, [NewEntry("s", b"2")])
+        assert [entry.payload for entry in store.read(NS)] == [b"1"]
+        left = tmp_path / "left.db"  # what is there after a kill
+        left.write_bytes(path.read_bytes())
+        if names == ("-shm",):
+            Path(f"{left}-wal").write_bytes(Path(f"{path}-wal").read_bytes())
+        with closing(SQLiteStore(left)) as after:
+            assert [entry.payload for entry in after.read(NS)] == [b"1"]
+    with closing(SQLiteStore(path)) as again:
+        again.append(NS, [NewEntry("s", b"3")])
+        assert [entry.payload for entry in again.read(NS)] == [b"1", b"3"]
+
+
+def test_a_log_that_another_process_made_anew_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        store.append(NS, [NewEntry("s", b"1")])
+        before = path.read_bytes()
+        Path(f"{path}-wal").rename(tmp_path / "moved")
+        Path(f"{path}-wal").touch()
+        with pytest.raises(StoreUnavailableError, match="store.db-wal beside it was removed or replaced"):
+            store.append(NS, [NewEntry("s", b"2")])
+        assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize("fault", ["locked", "full"])
 def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str

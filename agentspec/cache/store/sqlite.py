@@ -9,6 +9,7 @@ changes when another connection has written.
 """
 
 import json
+import os
 import secrets
 import sqlite3
 import threading
@@ -59,6 +60,8 @@ from agentspec.errors import StoreError, StoreUnavailableError
 
 _ROWS = 64  # entries that a read fetches at once
 _FREE_PAGES = 256  # left in the file for the next records
+_FileId = tuple[int, int]
+_BESIDE = ("-wal", "-shm")  # the write-ahead log, and the memory that its users share
 _POLL_SECONDS = 0.01  # between two looks at whether anybody wrote
 
 
@@ -307,6 +310,7 @@ class SQLiteStore(_Database):
                 empty_log(writer)  # a process that was killed while it erased may have left text in it
                 super().__init__(str(path), writer, connect(str(path)))
                 self._path, self._file = path.absolute(), _file_at(path)
+                self._beside = _files_beside(self._path)
             except BaseException:
                 writer.close()
                 raise
@@ -316,7 +320,22 @@ class SQLiteStore(_Database):
         with super()._write() as connection:
             if _file_at(self._path) != self._file:  # SQLite would write to a file that has no name and is lost at close
                 raise StoreUnavailableError(f"{self._path}: another file has taken its place; restart to use that one")
+            if (beside := _files_beside(self._path)) != self._beside:
+                self._give_up_log(connection, beside)
             yield connection
+
+    def _give_up_log(self, connection: sqlite3.Connection, beside: tuple[_FileId | None, ...]) -> None:
+        """Save what the write-ahead log holds, and raise StoreUnavailableError: it has no name, and a kill loses it.
+
+        Where another process has made new files, moving the log into the file could damage what that one writes.
+        """
+        both = tuple(zip(_BESIDE, beside, self._beside, strict=True))
+        if all(found in (None, known) for _, found, known in both):
+            empty_log(connection)
+        names = " and ".join(f"{self._path.name}{name}" for name, found, known in both if found != known)
+        raise StoreUnavailableError(
+            f"{self._path}: {names} beside it was removed or replaced while in use; restart all that use it"
+        )
 
 
 class MemoryStore(_Database):
@@ -345,7 +364,20 @@ class MemoryStore(_Database):
         self.held_bytes = pragma(connection, "page_count") * PAGE_SIZE
 
 
-def _file_at(path: Path) -> tuple[int, int]:
+def _files_beside(path: Path) -> tuple[_FileId | None, ...]:
+    """Return the device and inode of each file that SQLite keeps beside a database; None for one without a name."""
+    found: list[_FileId | None] = []
+    for suffix in _BESIDE:
+        try:
+            status = os.stat(f"{path}{suffix}")
+        except FileNotFoundError:
+            found.append(None)
+        else:
+            found.append((status.st_dev, status.st_ino))
+    return tuple(found)
+
+
+def _file_at(path: Path) -> _FileId:
     """Return a file's device and inode, which tell it from a later file of its name.
 
     Raises OSError without a file, and StoreUnavailableError for one without a byte: its pages are gone, so what SQLite
