@@ -4,8 +4,10 @@ The sources are read once. Their conversations are divided by session and kept o
 the same ones even if a source has grown.
 """
 
+import errno
 import hashlib
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +28,7 @@ from agentspec.cache.store import (
     open_store,
 )
 from agentspec.cache.store.contexts import SessionContexts
-from agentspec.errors import InvalidInputError, first_line
+from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 from agentspec.files import replacing
 from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
@@ -82,11 +84,22 @@ def gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
     """
     files = folder / "train.safetensors", folder / "held-out.safetensors"
     if not all(file.exists() for file in files):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, "data.cache_dir")
         corpus = _gather(config, folder, answer)
         for part, file in zip((corpus.train, corpus.held_out), files, strict=True):
             _save(part, file)
     return Corpus(*(_load(file) for file in files))
+
+
+def make_folder(path: Path, field: str) -> None:
+    """Make a folder. Raises ConfigurationError that names the configuration's field if nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}"
+        raise ConfigurationError(f"{field}: the folder cannot be made ({why}); name another") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{field}: {path} cannot be written; name another folder")
 
 
 @dataclass(slots=True)
@@ -176,6 +189,19 @@ def readable(file: Path, remove: Path | None = None) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def writable(file: Path) -> Iterator[None]:
+    """Raise OSError that names the file for the errors of torch and safetensors while they write one.
+
+    On a full disk these speak of a position and name no file.
+    """
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        why = f"cannot be written ({first_line(error)}); make room on its disk, and run the command again to go on"
+        raise OSError(errno.EIO, why, str(file)) from error
+
+
 def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
     data = config.data
     train = _some(_read(data.sources, config, folder / "answers", answer), "sources", data)
@@ -263,7 +289,7 @@ def _save(conversations: Sequence[Conversation], file: Path) -> None:
         "lengths": torch.tensor([len(conversation.tokens) for conversation in conversations]),
         "responses": torch.tensor([(i, *span) for i, each in enumerate(conversations) for span in each.responses]),
     }
-    with replacing(file, sync=True) as partial:
+    with writable(file), replacing(file, sync=True) as partial:
         save_file(tensors, partial, {"sessions": json.dumps([conversation.session for conversation in conversations])})
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 from agentspec.files import replacing
-from agentspec.train.corpus import Conversation, readable
+from agentspec.train.corpus import Conversation, readable, writable
 
 _SHARD_ROWS = 32_768
 _FORWARD_TOKENS = 8_192
@@ -189,8 +189,9 @@ def _write(conversations: Sequence[Conversation], file: Path, target: Target, pr
                 hidden.append(state[start - 1 : end - 1].cpu())
                 tokens.append(torch.from_numpy(conversation.tokens[start:end].copy()))
         progress(sum(len(conversation.tokens) for conversation in batch))
-    with replacing(file, sync=True) as partial:
-        save_file({"hidden": torch.cat(hidden), "tokens": torch.cat(tokens)}, partial)
+    rows = {"hidden": torch.cat(hidden), "tokens": torch.cat(tokens)}
+    with writable(file), replacing(file, sync=True) as partial:
+        save_file(rows, partial)
 
 
 def _batches(conversations: Sequence[Conversation]) -> Iterator[list[Conversation]]:

@@ -19,7 +19,7 @@ from agentspec.server_ext.speculator import save_speculator
 from agentspec.server_ext.speculator.checkpoint import read_config
 from agentspec.server_ext.speculator.config import MODEL_TYPE
 from agentspec.train.config import PromptsSource, TrainingConfig
-from agentspec.train.corpus import Conversation, Corpus, folder_of, gather, readable
+from agentspec.train.corpus import Conversation, Corpus, folder_of, gather, make_folder, readable, writable
 from agentspec.train.evaluate import Acceptance, measure
 from agentspec.train.generate import answer_prompts
 from agentspec.train.hidden_states import HiddenStates, Target, extract, target_shape
@@ -60,7 +60,8 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
         "held_out": {**_size(corpus.held_out), "untrained": before.as_dict(), "trained": after.as_dict()},
         "config": config.model_dump(mode="json", exclude={"data", "checkpoint"}),
     }
-    save_speculator(trainer.speculator.to(run.target.dtype), out)
+    with writable(out / "pytorch_model.bin"):
+        save_speculator(trainer.speculator.to(run.target.dtype), out)
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     trainer.forget()
     return report
@@ -70,7 +71,7 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
 def _folder(path: Path) -> Iterator[None]:
     """Make a folder now, so that it cannot fail after hours of training. If nothing comes into it, remove it again."""
     was_there = path.exists()
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path, "checkpoint.output_dir")
     try:
         yield
     finally:
@@ -150,7 +151,7 @@ class _Run:
                     f"loss: lk needs the target's distribution, and the logits of {self.config.model.name_or_path} "
                     "are more than its head applied to its hidden states; write cross_entropy"
                 )
-            with replacing(file, sync=True) as partial:
+            with writable(file), replacing(file, sync=True) as partial:
                 save_file({"head": weights.contiguous()}, partial)
         with readable(file):
             return load_file(file)["head"]

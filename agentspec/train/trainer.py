@@ -20,7 +20,7 @@ from agentspec.files import replacing
 from agentspec.server_ext.speculator import Speculator, SpeculatorConfig, build_speculator
 from agentspec.server_ext.speculator.config import METHODS
 from agentspec.train.config import Model, TrainingConfig
-from agentspec.train.corpus import readable
+from agentspec.train.corpus import readable, writable
 from agentspec.train.hidden_states import HiddenStates, Response, TargetShape
 
 PIECE = 256
@@ -234,7 +234,7 @@ class Trainer:
             "seconds": self.seconds,
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self._file, sync=True) as partial:
+        with writable(self._file), replacing(self._file, sync=True) as partial:
             torch.save(state, partial)
 
     def forget(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -16,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from agentspec.cache.store import open_store
 from agentspec.cli import main
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
-from agentspec.server_ext.speculator import DraftLoop, Speculator, load_speculator
+from agentspec.server_ext.speculator import DraftLoop, Speculator, checkpoint, load_speculator
 from agentspec.testing.server import free_port
-from agentspec.train import trainer
+from agentspec.train import corpus, trainer
 from agentspec.train.config import TrainingConfig
 from agentspec.train.corpus import folder_of, gather
 from agentspec.train.evaluate import Acceptance, measure
@@ -186,6 +187,54 @@ def test_a_store_without_sessions_is_named(settings: dict[str, Any], tmp_path: P
         InvalidInputError, match=r"data\.sources: no session .*; of a store, .*tenant.* as its server has"
     ):
         train(TrainingConfig.model_validate(settings), QUIET)
+
+
+@pytest.mark.parametrize(("section", "field"), [("checkpoint", "output_dir"), ("data", "cache_dir")])
+def test_a_folder_that_cannot_be_written_is_named_at_once(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, field: str
+) -> None:
+    """By its field: it was named after hours, or without."""
+    (tmp_path / "file").write_text("a note")
+    settings[section][field] = str(tmp_path / "file" / "folder")
+    with pytest.raises(ConfigurationError, match=rf"{section}\.{field}: the folder cannot be made .*; name another"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    folder = tmp_path / "read-only"
+    settings[section][field] = str(folder)
+    monkeypatch.setattr("os.access", lambda path, mode: not str(path).startswith(str(folder)))
+    with pytest.raises(ConfigurationError, match=rf"{field}: .* cannot be written; name another folder"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
+@pytest.mark.parametrize("full", ["train.safetensors", "training.pt", "pytorch_model.bin"])
+def test_a_full_disk_is_named_with_the_file_and_the_run_goes_on(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    """It was a traceback that named neither."""
+    settings["train_iters"] = 2
+    settings["checkpoint"]["save_every_n_steps"] = 1
+    writers = {
+        "train.safetensors": (corpus, "save_file"),
+        "training.pt": (trainer.torch, "save"),
+        "pytorch_model.bin": (checkpoint.torch, "save"),
+    }
+    place, name = writers[full]
+    write = getattr(place, name)
+
+    def write_on_full_disk(values: Any, path: Path, *more: Any) -> None:
+        if not path.name.startswith(full):
+            return write(values, path, *more)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        try:
+            return write(values, path, *more)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(place, name, write_on_full_disk)
+    with pytest.raises(OSError, match=rf"cannot be written \(.*\); make room on its disk.*{full}"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    monkeypatch.setattr(place, name, write)
+    assert train(TrainingConfig.model_validate(settings), QUIET)["training"]["steps"] == 2
 
 
 def test_another_model_is_not_written_over(settings: dict[str, Any], tmp_path: Path) -> None:
