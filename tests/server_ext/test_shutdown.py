@@ -71,6 +71,49 @@ def test_one_that_never_saves_is_killed_all_the_same(monkeypatch: pytest.MonkeyP
     assert stopped(OURS, 0, 0, 0.0, None)[0] >= 0.4
 
 
+def test_the_thread_that_watches_over_the_engines_leaves_them_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shuts them down too, within a second, by a call that kills them: whatever took longer was not saved."""
+    monkeypatch.setattr(shutdown, "SAVE_SECONDS", 60.0)
+    manager = SimpleNamespace(manager_stopped=threading.Event(), processes=[])
+    config = SimpleNamespace(speculative_config=OURS, shutdown_timeout=0)
+    shutdown.init_engine_manager(lambda made, _: made.processes.append(Process(0.3)), manager, config)
+    ended: list[tuple[float, float | None]] = []
+
+    def original(_: Any, timeout: float | None) -> None:
+        ended.append((time.monotonic(), timeout))
+
+    def watch() -> None:
+        manager.manager_stopped.wait()
+        shutdown.shut_down_engines(original, manager)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    begin = time.monotonic()
+    shutdown.shut_down_engines(original, manager, 0)
+    watching.join()
+    assert [timeout for _, timeout in ended] == [0, None]
+    assert ended[0][0] - begin >= 0.3
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_workers_get_the_time_that_their_engine_has(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    """vLLM's engine core kills them after five seconds, unless the user says otherwise."""
+    if given is None:
+        monkeypatch.delenv(shutdown._WORKERS_SECONDS, raising=False)
+    else:
+        monkeypatch.setenv(shutdown._WORKERS_SECONDS, given)
+    seen: list[str | None] = []
+
+    def start(*_: Any) -> None:
+        seen.append(os.environ.get(shutdown._WORKERS_SECONDS))
+
+    for speculative_config in (OURS, None):
+        config = SimpleNamespace(speculative_config=speculative_config, shutdown_timeout=0)
+        shutdown.init_engine_manager(start, SimpleNamespace(), config)
+    assert seen == [given or "10", given]
+    assert os.environ.get(shutdown._WORKERS_SECONDS) == given
+
+
 @pytest.mark.parametrize(
     ("speculative_config", "draining", "given"), [(OURS, 0, None), (OURS, 0, 3.0), (OURS, 30, 0), (None, 0, 0)]
 )

@@ -26,6 +26,10 @@ _FOLDER = "AGENTSPEC_SAVED"
 """Environment variable that names the folder to engines and their workers."""
 _ATTRIBUTE = "agentspec_saved"
 """Attribute of vLLM's manager of engine processes: the folder, or None where engines have nothing to save."""
+_LOCK = "agentspec_shutdown"
+"""Attribute of the manager: a lock, held while its engines are shut down."""
+_WORKERS_SECONDS = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+"""vLLM's variable: how long an engine core lets its workers end before it kills them. 5 by default."""
 _POLL_SECONDS = 0.02
 _CORE_NAME = "EngineCore"
 """Beginning of the name of each process that vLLM makes for an engine core."""
@@ -34,15 +38,19 @@ _CORE_NAME = "EngineCore"
 def init_engine_manager(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
     """Make the folder, if these engines draft with agentspec. vLLM's manager does not keep their configuration."""
     config = next((value for value in (*args, *kwargs.values()) if hasattr(value, "speculative_config")), None)
-    folder = None
+    folder, given = None, os.environ.get(_WORKERS_SECONDS)
     # With a time for requests to finish, engines are to be killed when it is over.
     if config is not None and uses_agentspec(config) and not config.shutdown_timeout:
         folder = os.environ[_FOLDER] = tempfile.mkdtemp(prefix="agentspec-saved-")
+        os.environ.setdefault(_WORKERS_SECONDS, f"{SAVE_SECONDS:.0f}")
     setattr(manager, _ATTRIBUTE, folder)
+    setattr(manager, _LOCK, threading.RLock())
     try:
         original(manager, *args, **kwargs)
     finally:
         os.environ.pop(_FOLDER, None)
+        if given is None:
+            os.environ.pop(_WORKERS_SECONDS, None)
 
 
 @contextlib.contextmanager
@@ -108,17 +116,22 @@ def note_saved() -> None:
 
 
 def shut_down_engines(original: Callable[..., None], manager: Any, timeout: float | None = None) -> None:
-    """End the engines: at once where vLLM does, but not before they have saved, if that takes at most SAVE_SECONDS."""
+    """End the engines: at once where vLLM does, but not before they have saved, if that takes at most SAVE_SECONDS.
+
+    A second call waits for the first: the thread that watches over the engines makes one within a second, and vLLM
+    would kill them in it.
+    """
     folder = getattr(manager, _ATTRIBUTE, None)
-    if folder is not None and timeout == 0:
-        manager.manager_stopped.set()  # whoever watches over the engines expects their end
-        for process in manager.processes:
-            process.terminate()
-        deadline = time.monotonic() + SAVE_SECONDS
-        while time.monotonic() < deadline and any(process.is_alive() for process in manager.processes):
-            if len(list(Path(folder).glob("*"))) >= len(manager.processes):
-                break
-            time.sleep(_POLL_SECONDS)
-    original(manager, timeout=timeout)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    with getattr(manager, _LOCK, None) or contextlib.nullcontext():
+        if folder is not None and timeout == 0:
+            manager.manager_stopped.set()  # whoever watches over the engines expects their end
+            for process in manager.processes:
+                process.terminate()
+            deadline = time.monotonic() + SAVE_SECONDS
+            while time.monotonic() < deadline and any(process.is_alive() for process in manager.processes):
+                if len(list(Path(folder).glob("*"))) >= len(manager.processes):
+                    break
+                time.sleep(_POLL_SECONDS)
+        original(manager, timeout=timeout)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
