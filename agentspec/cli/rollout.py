@@ -190,7 +190,7 @@ def _check_out(out: Path, problems: Path) -> None:
     if not out.exists():
         if out.suffix.lower() in _OTHER_FORMS:
             raise ConfigurationError(
-                f"--out {out}: samples are written as JSON lines; name it .jsonl (--format trl writes parquet beside it)"
+                f"--out {out}: samples are written as JSON lines; name it .jsonl (--format trl writes parquet, too)"
             )
         return
     if problems.exists() and out.samefile(problems):

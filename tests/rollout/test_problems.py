@@ -78,7 +78,9 @@ def test_tools_beside_messages_belong_to_the_prompt(tmp_path: Path) -> None:
         pyarrow.Table.from_pylist([{"id": "a", "messages": CHAT, "tools": tools}]), tmp_path / "problems.parquet"
     )
     rows = [{"id": "a", "messages": CHAT, "tools": given} for given in (tools, json.dumps(tools), ["f"], "f, g", None)]
-    rows = [{**row, "id": str(number)} for number, row in enumerate(rows)] + [{"id": "t", "prompt": "x", "tools": tools}]
+    rows = [{**row, "id": str(number)} for number, row in enumerate(rows)] + [
+        {"id": "t", "prompt": "x", "tools": tools}
+    ]
     assert [each.tools for each in read_problems(tmp_path / "problems.parquet")] == [tools]
     assert [each.tools for each in read_problems(written(tmp_path, *rows))] == [tools, tools, None, None, None, None]
 

@@ -180,7 +180,9 @@ def test_what_was_acknowledged_survives_the_removal_of_the_log_beside_the_file(
         for name in names:
             Path(f"{path}{name}").unlink()
         for _ in range(2):
-            with pytest.raises(StoreUnavailableError, match=f"store.db{names[0]} .*removed or replaced.*; restart all"):
+            with pytest.raises(
+                StoreUnavailableError, match=rf"store\.db{names[0]} .*removed or replaced.*; restart all"
+            ):
                 store.append(NS, [NewEntry("s", b"2")])
         assert [entry.payload for entry in store.read(NS)] == [b"1"]
         left = tmp_path / "left.db"  # what is there after a kill
@@ -201,7 +203,7 @@ def test_a_log_that_another_process_made_anew_is_left_alone(tmp_path: Path) -> N
         before = path.read_bytes()
         Path(f"{path}-wal").rename(tmp_path / "moved")
         Path(f"{path}-wal").touch()
-        with pytest.raises(StoreUnavailableError, match="store.db-wal beside it was removed or replaced"):
+        with pytest.raises(StoreUnavailableError, match=r"store\.db-wal beside it was removed or replaced"):
             store.append(NS, [NewEntry("s", b"2")])
         assert path.read_bytes() == before
 

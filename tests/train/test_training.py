@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from agentspec.cache.store import open_store
 from agentspec.cli import main
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
-from agentspec.server_ext.speculator import DraftLoop, Speculator, checkpoint, load_speculator
+from agentspec.server_ext.speculator import DraftLoop, Speculator, load_speculator
 from agentspec.testing.server import free_port
 from agentspec.train import corpus, trainer
 from agentspec.train.config import TrainingConfig
@@ -212,21 +212,19 @@ def test_a_full_disk_is_named_with_the_file_and_the_run_goes_on(
     """It was a traceback that named neither."""
     settings["train_iters"] = 2
     settings["checkpoint"]["save_every_n_steps"] = 1
-    writers = {
+    writers: dict[str, tuple[Any, str]] = {
         "train.safetensors": (corpus, "save_file"),
-        "training.pt": (trainer.torch, "save"),
-        "pytorch_model.bin": (checkpoint.torch, "save"),
+        "training.pt": (torch, "save"),
+        "pytorch_model.bin": (torch, "save"),
     }
     place, name = writers[full]
     write = getattr(place, name)
 
     def write_on_full_disk(values: Any, path: Path, *more: Any) -> None:
-        if not path.name.startswith(full):
-            return write(values, path, *more)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 if path.name.startswith(full) else soft, hard))
         try:
-            return write(values, path, *more)
+            write(values, path, *more)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

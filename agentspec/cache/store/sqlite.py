@@ -9,7 +9,6 @@ changes when another connection has written.
 """
 
 import json
-import os
 import secrets
 import sqlite3
 import threading
@@ -369,7 +368,7 @@ def _files_beside(path: Path) -> tuple[_FileId | None, ...]:
     found: list[_FileId | None] = []
     for suffix in _BESIDE:
         try:
-            status = os.stat(f"{path}{suffix}")
+            status = path.with_name(f"{path.name}{suffix}").stat()
         except FileNotFoundError:
             found.append(None)
         else:

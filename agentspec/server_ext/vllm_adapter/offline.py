@@ -127,7 +127,8 @@ class OfflineEngine:
     ) -> list[int]:
         """Return the token ids of a text, of a chat's messages by the model's template, or of token ids.
 
-        tools: that the template writes into a chat's prompt. Raises InvalidInputError for a prompt that the tokenizer or its chat template refuses, or that does not fit.
+        tools: that the template writes into a chat's prompt. Raises InvalidInputError for a prompt that the tokenizer
+        or its chat template refuses, or that does not fit.
         """
         tokenizer = self.llm.get_tokenizer()
         try:
