@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import inspect
+import itertools
 import logging
 import math
 import threading
@@ -25,6 +26,8 @@ Reward = Callable[[Problem, Sample], Any]
 """Called once for each finished sample, in a thread. Returns a finite number, or an awaitable of one."""
 
 _THREADS = 4
+_FAILURES_LOGGED = 10
+"""A reward that is wrong fails for each of a million samples, and all but the first say nothing new."""
 _MOST_HUNG = 64
 """Threads of calls that were given up and still run. With so many, no further calls begin."""
 
@@ -55,6 +58,7 @@ class Rewards:
         self._hung: list[threading.Thread] = []
         self._done: SimpleQueue[tuple[int, Sample]] = SimpleQueue()
         self._calls = 0
+        self._failures = itertools.count(1)
 
     def __len__(self) -> int:
         """Return how many samples were given and are not back."""
@@ -86,7 +90,7 @@ class Rewards:
                     return
                 number = overdue[0]
                 self._hung.append(self._running[number].thread)
-                sample = _failed(self._running[number].sample, f"TimeoutError: {_took_over(self._seconds)}")
+                sample = self._failed(self._running[number].sample, f"TimeoutError: {_took_over(self._seconds)}")
             if self._running.pop(number, None) is None:
                 continue  # which was given up before
             wait = False
@@ -106,13 +110,13 @@ class Rewards:
             if self._reward is None:
                 self._done.put((number, sample))
             elif len(self._hung) >= _MOST_HUNG:
-                self._done.put((number, _failed(sample, self._too_many_hang())))
+                self._done.put((number, self._failed(sample, self._too_many_hang())))
             else:
                 try:
                     thread.start()
                 except RuntimeError as error:
                     why = f"{_described(error)}: raise the limit of threads (ulimit -u, or the container's)"
-                    self._done.put((number, _failed(sample, f"{why}, and run the rollout again")))
+                    self._done.put((number, self._failed(sample, f"{why}, and run the rollout again")))
 
     def _too_many_hang(self) -> str:
         return (
@@ -137,7 +141,16 @@ class Rewards:
         if why is None:
             self._done.put((number, replace(given, reward=value, reward_error=None)))
         else:
-            self._done.put((number, _failed(given, why)))
+            self._done.put((number, self._failed(given, why)))
+
+    def _failed(self, sample: Sample, error: str) -> Sample:
+        """Return the sample with an error in place of its reward. Log it, if it is one of the first."""
+        number = next(self._failures)  # threads share it
+        if number <= _FAILURES_LOGGED:
+            logger.warning("agentspec: the reward of %s failed: %s", tuple(sample.key), error)
+        if number == _FAILURES_LOGGED:
+            logger.warning("agentspec: further failures are counted, and in the samples' reward_error alone")
+        return replace(sample, reward=None, reward_error=error)
 
     def _value(self, problem: Problem, sample: Sample) -> float:
         assert self._reward is not None
@@ -200,11 +213,6 @@ def _awaited(value: Any, seconds: float | None) -> Any:
 
 def _took_over(seconds: float | None) -> str:
     return f"took over {seconds:g} s"
-
-
-def _failed(sample: Sample, error: str) -> Sample:
-    logger.warning("agentspec: the reward of %s failed: %s", tuple(sample.key), error)
-    return replace(sample, reward=None, reward_error=error)
 
 
 def _shown(returned: Any) -> str:

@@ -57,6 +57,17 @@ def test_an_answer_that_a_reward_runs_ends_nothing(tmp_path: Path, answer: str, 
     assert (figures[0].mean_reward, figures[0].reward_errors) == (1.0, 1)
 
 
+def test_a_reward_that_always_fails_does_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def reward(problem: Problem, sample: Sample) -> float:
+        raise ValueError(f"sample {sample.sample}")
+
+    figures, samples = run(tmp_path / "r.jsonl", Plan(samples=20), reward=reward)
+    assert figures[0].reward_errors == len(samples) == 60
+    assert all(sample.reward_error == f"ValueError: sample {sample.sample}" for sample in samples)
+    said = [record.getMessage() for record in caplog.records if record.name == "agentspec.rollout.rewards"]
+    assert len(said) == 11 and "further failures are counted" in said[-1]
+
+
 def test_a_slow_reward_does_not_hold_up_what_others_write(tmp_path: Path) -> None:
     """What is finished and judged survives a kill, though a reward before it is not known yet."""
     written, path = threading.Event(), tmp_path / "r.jsonl"
