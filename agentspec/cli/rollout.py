@@ -144,12 +144,17 @@ def rollout(
         console = Console(stderr=True)
         with Progress(*_COLUMNS, console=console, disable=not console.is_terminal) as bars:
             shown = _Shown(bars, len(tasks) * samples, epochs)
-            for figures in generator.run(tasks, plan, shown.sampled, shown.scored):
-                shown.sampled(figures, complete=True)
-                _add_row(table, figures)
-                if folder is not None:
-                    write = write_trl if format is Format.TRL else write_verl
-                    write(generator.samples(figures.epoch), folder, figures.epoch, started.decode)
+            try:
+                for figures in generator.run(tasks, plan, shown.sampled, shown.scored):
+                    shown.sampled(figures, complete=True)
+                    _add_row(table, figures)
+                    if folder is not None:
+                        write = write_trl if format is Format.TRL else write_verl
+                        write(generator.samples(figures.epoch), folder, figures.epoch, started.decode)
+            except KeyboardInterrupt:
+                found = f"{len(journal)} samples are in {out}; run the command again to go on"
+                typer.echo(f"agentspec: interrupted: {found}", err=True)
+                raise
         started.close()
         print_table(table)
 

@@ -1,5 +1,6 @@
 """Write an epoch of a rollout as trainers keep theirs: TRL's parquet of completions, verl's JSON lines."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,10 @@ def folder_for(out: Path, format: str) -> Path:
     folder = out.with_name(f"{name}.{format}")
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"--format {format} writes into the folder {folder}, which is a file; move it away")
+    place = folder if folder.exists() else folder.parent
+    if place.exists() and not os.access(place, os.W_OK | os.X_OK):
+        why = f"{place} cannot be written"
+        raise ConfigurationError(f"--format {format} writes into the folder {folder}, and {why}; give another --out")
     if format == "trl" and find_spec("pyarrow") is None:
         raise ConfigurationError("--format trl writes parquet: pip install 'agentspec[rollout]'")
     return folder

@@ -139,6 +139,20 @@ def test_the_problems_are_never_written_over(
     assert problems.read_text() == text
 
 
+def test_an_interrupted_rollout_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
+) -> None:
+    """vLLM's processes say much as they end, and nothing of the samples."""
+    (problems.parent / "weights_of_two.py").write_text(
+        "def load(llm, epoch):\n    if epoch == 2:\n        raise KeyboardInterrupt\n"
+    )
+    monkeypatch.chdir(problems.parent)
+    out = problems.parent / "out.jsonl"
+    options = ("--samples", "3", "--epochs", "4", "--update-weights", "weights_of_two:load")
+    assert not command(monkeypatch, str(problems), "--out", str(out), *options)
+    assert f"interrupted: 6 samples are in {out}; run the command again to go on" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_hold_samples_is_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], problems: Path
 ) -> None:
@@ -289,3 +303,6 @@ def test_a_format_that_cannot_be_written_is_said_before_the_engine_starts(
     out = str(problems.parent / "out.jsonl")
     assert not command(monkeypatch, str(problems), "--format", "verl", "--out", out)
     assert "which is a file; move it away" in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda path, mode: path != problems.parent)
+    assert not command(monkeypatch, str(problems), "--format", "verl", "--out", str(problems.parent / "other.jsonl"))
+    assert f"{problems.parent} cannot be written; give another --out" in capsys.readouterr().err
