@@ -104,7 +104,12 @@ def test_other_bodies_are_left_to_vllm(body: bytes) -> None:
     assert len(Quotes(Tokenizer(), 9).read(body)) == 0
 
 
-@pytest.mark.parametrize("text", ['"\\' * 100_000, "'" * 200_000, "it's " * 40_000, "[" * 200_000, "1\t\n" * 70_000])
+STRINGS = "".join(f'"\\n{i} and so many others"' for i in range(14_000))
+
+
+@pytest.mark.parametrize(
+    "text", ['"\\' * 100_000, "'" * 200_000, "it's " * 40_000, "[" * 200_000, "1\t\n" * 70_000, STRINGS]
+)
 def test_no_text_takes_more_time_than_its_length_explains(text: str) -> None:
     began = time.process_time()
     spellings(text, PATCH_CALL)

@@ -47,6 +47,18 @@ def test_steps_of_a_request_that_waits_for_its_start_have_lines(tmp_path: Path) 
     assert (state.figures.tokens, state.figures.steps) == (2, 2)
 
 
+def test_an_id_that_a_caller_made_long_costs_a_line_little(tmp_path: Path) -> None:
+    step_record = StepRecord(tmp_path / "steps.jsonl")
+    state = RequestState("x" * 1_000_000 + "-0123abcd", Identity(), RequestFigures(), AcceptanceLength(0, 0), 10)
+    zeros = np.zeros(1, np.int32)
+    lengths = np.array([11], np.int32)
+    step = Step(Batch((state.request_id,), zeros), (), np.zeros((1, 20), np.int32), lengths, zeros, zeros, 0)
+    Accounts(Metrics(), Traces(1000), step_record).undrafted(1, step, [state])
+    step_record.close()
+    (one,) = lines(step_record.path)
+    assert one["request"] == "x" * 247 + "-0123abcd"
+
+
 def test_an_erased_sessions_lines_lose_its_name_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     step_record = StepRecord(path)

@@ -135,13 +135,16 @@ def spellings(text: str, form: Form) -> list[str]:
     Of a text that has its content in strings, such as JSON, these are taken.
     """
     found = list[str]()
-    for part in _strings_in(text) or [text]:
+    for shown, part in _strings_in(text) or [(text, text)]:
         plain = without_numbers(part)
+        respelled = list[str]()
         if form.patch and "\n" in plain:
             lines = [f"-{plain}".replace("\n", "\n-"), f" {plain}".replace("\n", "\n ")]
-            found += map(as_json_string, lines) if form.json else lines
-        found += [as_json_string(plain), plain] if form.json else [plain]
-    return [spelling for spelling in dict.fromkeys(found) if spelling not in text]
+            respelled += map(as_json_string, lines) if form.json else lines
+        respelled += [as_json_string(plain), plain] if form.json else [plain]
+        # Look in the part alone: a search of the whole text for each string of thousands would take minutes.
+        found += [spelling for spelling in respelled if spelling not in shown]
+    return list(dict.fromkeys(found))
 
 
 def as_json_string(text: str) -> str:
@@ -228,12 +231,15 @@ def _is_prose(text: str) -> bool:
     return not text.lstrip().startswith(("{", "[")) and not any(sign in text for sign in _PATCH_SIGNS)
 
 
-def _strings_in(text: str) -> list[str]:
-    """Return the strings of several lines in a text of which they are a third or more, such as JSON."""
+def _strings_in(text: str) -> list[tuple[str, str]]:
+    """Return the strings of several lines in a text of which they are a third or more, such as JSON.
+
+    Each as the text shows it, and what it says.
+    """
     found = [
         each for each in _STRING.findall(text) if len(each) >= _LEAST_TEXT and each[0] == each[-1] and "\\n" in each
     ]
-    return [_value(string) for string in found] if 3 * sum(map(len, found)) > len(text) else []
+    return [(string, _value(string)) for string in found] if 3 * sum(map(len, found)) > len(text) else []
 
 
 def _value(string: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from agentspec.cache import SOURCES, StepDrafts
+from agentspec.identifiers import MAX_ID_LENGTH
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.figures.metrics import Metrics
 from agentspec.server_ext.figures.step_record import StepRecord
@@ -131,7 +132,7 @@ class Accounts:
             self._step_record.add(
                 {
                     "step": number,
-                    "request": state.request_id,
+                    "request": state.request_id[-MAX_ID_LENGTH:],  # its end is vLLM's own, and tells it from others
                     "session": state.identity.session_name,
                     "session_key": state.identity.session,
                     "source": state.draft_source if drafted else None,

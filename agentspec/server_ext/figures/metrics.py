@@ -4,6 +4,7 @@ Plain numbers without locks, updated once a step.
 """
 
 import logging
+import sys
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 _KEPT_REQUESTS = 4_096
 _REQUEST_BYTES = 1_024
-"""Memory that the figures of one request take, about."""
+_ID_BYTES = 128
+"""Memory that the figures of one request take, about, with an id of so many bytes. A caller may choose a longer one."""
 
 FiguresKey = tuple[str | None, str, str]
 """Who sent a request, the id that the API returned, and the call, which tells it from others with that id."""
@@ -39,6 +41,11 @@ class RequestFigures:
     drafted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
     accepted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
     trace: Trace | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Return the memory that this takes without its trace, about."""
+        return _REQUEST_BYTES + max(sys.getsizeof(self.key[1]) - _ID_BYTES, 0)
 
     def take_back(self, tokens: int) -> None:
         """Leave out tokens that the caller did not get, and those accepted tokens that must have been among them."""
@@ -104,7 +111,7 @@ class Metrics:
     """
 
     def __init__(self, max_bytes: int = _KEPT_REQUESTS * _REQUEST_BYTES) -> None:
-        self._kept = min(_KEPT_REQUESTS, max_bytes // _REQUEST_BYTES)
+        self._max_bytes = max_bytes
         self.counters: Counter[str] = Counter(started=0, finished=0, drafts=0, sessions_ended=0)
         self.drafted = [0] * len(SOURCES)
         self.accepted = [0] * len(SOURCES)
@@ -113,13 +120,21 @@ class Metrics:
         self._running: dict[FiguresKey, RequestFigures] = {}
         self._finished: OrderedDict[FiguresKey, RequestFigures] = OrderedDict()
         self._latest: dict[tuple[str | None, str], FiguresKey] = {}  # of the figures that are kept for a caller's id
+        self._running_bytes = self._finished_bytes = 0
 
     def begin(self, api_id: str, caller: str | None, call: str = "") -> RequestFigures:
         """Return the figures for a new engine request. The samples of one API request, or call, share them."""
         key = (caller, api_id, call)
-        figures = self._running.get(key) or self._finished.pop(key, None) or RequestFigures(key)
+        figures = self._running.get(key)
+        if figures is None:
+            figures = self._finished.pop(key, None)
+            if figures is None:
+                figures = RequestFigures(key)
+            else:
+                self._finished_bytes -= figures.bytes
+            self._running_bytes += figures.bytes
+            self._running[key] = figures
         figures.running += 1
-        self._running[key] = figures
         self._latest[caller, api_id] = key
         return figures
 
@@ -128,8 +143,11 @@ class Metrics:
         figures.running -= 1
         if figures.running == 0 and self._running.pop(figures.key, None) is not None:
             self._finished[figures.key] = figures
-            if len(self._finished) > self._kept:
+            self._running_bytes -= figures.bytes
+            self._finished_bytes += figures.bytes
+            while len(self._finished) > _KEPT_REQUESTS or self._finished_bytes > self._max_bytes:
                 (caller, api_id, _), oldest = self._finished.popitem(last=False)
+                self._finished_bytes -= oldest.bytes
                 if self._latest.get((caller, api_id)) == oldest.key:
                     del self._latest[caller, api_id]
 
@@ -162,7 +180,7 @@ class Metrics:
     @property
     def bytes(self) -> int:
         """Return the memory that the figures of requests take, about."""
-        return _REQUEST_BYTES * (len(self._running) + len(self._finished))
+        return self._running_bytes + self._finished_bytes
 
     def stats(self) -> dict[str, Any]:
         """Return counters since start, drafted and accepted tokens by source, and durations, as JSON."""
