@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -158,8 +159,21 @@ def version() -> None:
     typer.echo(__version__)
 
 
+def _open_closed_streams() -> None:
+    """Open the null device in place of outputs that are closed (``>&-``), or the next file would become one of them."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w", closefd=False))
+
+
 def main() -> None:
     """Run the program. Print an AgentSpecError, and an OSError of a file, as one line, not as a traceback."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):  # names of files and sessions that the terminal cannot show are no error
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -132,6 +132,17 @@ def test_a_full_disk_behind_the_output_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.strip() == "agentspec: No space left on device"
 
 
+@pytest.mark.parametrize("closed", ["1", "2", "0,1", "0,1,2"])
+def test_a_closed_output_is_no_error(tmp_path: Path, closed: str) -> None:
+    record = tmp_path / "calls.jsonl"
+    record.write_text('{"session": "s", "turn": 0, "prompt_token_ids": [1], "response_token_ids": [2, 3]}')
+    close = f"import os, sys; [os.close(n) for n in ({closed},)]; os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", close, sys.executable, "-m", "agentspec", "simulate", str(record)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stderr == ""
+    assert ("tokens a step" in done.stdout) is (closed == "2")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="names of files are bytes there")
 def test_a_name_that_cannot_be_shown_is_no_error(tmp_path: Path) -> None:
     record = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
