@@ -168,7 +168,7 @@ def _open_closed_streams() -> None:
                 os.dup2(null, number)
                 os.close(null)
             os.set_inheritable(number, True)
-            setattr(sys, name, open(number, "w", closefd=False))
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
 def main() -> None:

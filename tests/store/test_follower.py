@@ -296,6 +296,29 @@ def test_of_too_many_tenants_those_used_last_are_followed(process: Process) -> N
     assert not process.follower.use("log0") and process.follower.use("log39")
 
 
+def test_an_owner_of_ever_new_logs_displaces_its_own(process: Process) -> None:
+    """A caller has one for each cache salt that it makes up."""
+    for name in ("ada", "bob"):
+        assert not process.follower.use(f"log-{name}", name)
+        process.begin(f"log-{name}", name)
+    for number in range(40):
+        process.follower.use(f"log{number}", "eve")
+        process.begin(f"log{number}", f"t{number}")
+    assert process.forgotten == [f"t{number}" for number in range(39)]
+    assert all(process.follower.use(name) for name in ("log-ada", "log-bob", "log39"))
+    process.follower.use("log-carol", "carol")
+    process.begin("log-carol", "carol")  # all have one: that of the one idle longest goes
+    assert process.forgotten[39:] == ["ada"]
+
+
+def test_owners_of_logs_that_are_never_followed_take_no_more_memory(process: Process) -> None:
+    for number in range(20_000):
+        process.follower.use(f"log{number}", "eve")
+    assert len(process.follower._owners) == 4_096
+    process.begin("log19999", "t")
+    assert len(process.follower._owners) == 4_095
+
+
 def test_two_logs_are_followed_side_by_side(process: Process) -> None:
     process.begin("a", "ta")
     process.begin("b", "tb")

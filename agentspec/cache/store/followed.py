@@ -45,7 +45,8 @@ class FollowedLog:
     cursor: of the last entry dealt with. erased: tombstones up to this cursor were applied. applied: tombstones applied
     lately. numbers: for each session erased lately, the number of this process's newest turn when the tombstone was
     applied. late: sessions to erase again, because a turn of this process was on its way then and lies behind their
-    tombstone. breaker: open while the store refuses to read this log.
+    tombstone. owner: whose it is, where logs are too many; None: nobody knows. breaker: open while the store refuses to
+    read this log.
     """
 
     tenant: str | None
@@ -54,4 +55,5 @@ class FollowedLog:
     applied: OrderedDict[str, None] = field(default_factory=OrderedDict)
     numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
     late: set[str] = field(default_factory=set)
+    owner: str | None = None
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(threshold=1, first_pause=_PAUSE_SECONDS))

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +31,7 @@ _LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may 
 _RETRY_SECONDS = 0.05  # pause until a tenant with running requests is looked at again
 _MAX_ERASED = 1024  # erased sessions of a log that are remembered when all of it was read
 _MAX_OWN = 4096  # tombstones of this process that are remembered
+_MAX_OWNERS = 4096  # logs that are used and not followed yet, whose owners are remembered
 
 
 class Follower:
@@ -67,6 +68,7 @@ class Follower:
         self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._reader = RecordReader()
         self._logs: OrderedDict[str, FollowedLog] = OrderedDict()  # the one used last at the end
+        self._owners: OrderedDict[str, str | None] = OrderedDict()  # of logs that are used and not followed yet
         self._own: OrderedDict[str, None] = OrderedDict()  # cursors of this process's tombstones
         self._erasing: dict[tuple[str, str], bool] = {}  # logs and sessions that it erases; true: it has
         self._refused: set[str] = set()  # logs that the store refuses to read
@@ -78,10 +80,17 @@ class Follower:
         self._thread = threading.Thread(target=self._run, name="agentspec-store-follower", daemon=True)
         self._thread.start()
 
-    def use(self, namespace: str) -> bool:
-        """Note that a request uses a log. Returns whether it is followed."""
+    def use(self, namespace: str, owner: str | None = None) -> bool:
+        """Note that a request uses a log. Returns whether it is followed.
+
+        owner: whose log it is. Where there are too many, one goes of the owner who has the most.
+        """
         with self._wake:
             if namespace not in self._logs:
+                if owner is not None:
+                    self._owners[namespace] = owner
+                    if len(self._owners) > _MAX_OWNERS:
+                        self._owners.popitem(last=False)
                 return False
             self._logs.move_to_end(namespace)
             return True
@@ -110,7 +119,8 @@ class Follower:
         with self._wake:
             if not self._logs:
                 self._alive = begun
-            self._logs.setdefault(namespace, FollowedLog(tenant, end, end))  # another thread may have begun before
+            owner = self._owners.pop(namespace, None)
+            self._logs.setdefault(namespace, FollowedLog(tenant, end, end, owner=owner))  # unless another thread has
             self._wake.notify()
         self._leave_idlest()
 
@@ -356,9 +366,21 @@ class Follower:
             self._counts.delay_ms = delay
 
     def _leave_idlest(self) -> None:
-        """Stop following the logs used longest ago, where there are too many and the cache can forget their tenants."""
+        """Stop following logs, where there are too many and the cache can forget their tenants.
+
+        They are of the owner who has the most, and of these the ones used longest ago. So a caller with ever new salts
+        displaces itself.
+        """
         with self._wake:
-            idle = list(self._logs.items())[: max(0, len(self._logs) - self._max_logs)]
+            logs = list(self._logs.items())
+        owned = Counter(log.owner or name for name, log in logs)
+        idle = []
+        for _ in range(len(logs) - self._max_logs):
+            most = max(owned.values())
+            place = next(i for i, (name, log) in enumerate(logs) if owned[log.owner or name] == most)
+            name, log = logs.pop(place)
+            owned[log.owner or name] -= 1
+            idle.append((name, log))
         for name, log in idle:
             if self._forget(log.tenant):
                 with self._wake:

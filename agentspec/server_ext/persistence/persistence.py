@@ -165,7 +165,7 @@ class Persistence:
         tenant, session = identity.tenant, identity.session
         log = self.logs.of(tenant)
         if self._follower is not None:
-            self._follower.use(log)
+            self._follower.use(log, identity.tenant_owner)
         if session is not None and not identity.final and self._needs(cache, tenant, session):
             self._loader.request(Wanted(log, tenant, session=session))
         if group is not None and identity.scope == "tenant":
