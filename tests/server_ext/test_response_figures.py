@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 
 from agentspec.server_ext.api import response_figures
+from agentspec.server_ext.api.response_figures import _as_text
 from agentspec.server_ext.identity import FIGURES_HEADER
 from agentspec.server_ext.identity.callers import Presented
 from agentspec.server_ext.vllm_adapter.frontend import presented
@@ -103,3 +104,21 @@ def test_an_engine_may_take_seconds_over_a_step(start: Start) -> None:
     add_chat(server, engine)
     engine.delay = 1.5
     assert server.post("/v1/chat/completions", json={}, headers=ASK).json()["agentspec"] is not None
+
+
+def test_bytes_without_end_that_make_no_character_take_no_more_time_than_others() -> None:
+    """A caller gets them by ``allowed_token_ids``."""
+    decoded = 0
+
+    def decode(tokens: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return bytes(tokens).decode(errors="replace")
+
+    def step(tokens: bytes) -> dict[str, Any]:
+        return {"tokens": list(tokens), "sources": [], "rejected": [], "rejected_sources": []}
+
+    shown = _as_text([step(b"ab"), *[step(b"\xff" * 4)] * 1_000, step("é.".encode())], decode)
+    assert decoded < 4_000 * 40
+    assert shown[0]["tokens"] == ["a", "b"] and shown[1]["tokens"] == [""] * 4
+    assert shown[-1]["tokens"][1].endswith("é") and shown[-1]["tokens"][2] == "."

@@ -42,6 +42,8 @@ _WAIT_SECONDS = 5.0
 """An engine answers between two steps; on a CPU a step with a full batch of prompts may take seconds."""
 _CONTEXT = 8
 """Tokens before another that may change its text: a leading space, parts of one character."""
+_INCOMPLETE_CONTEXT = 2 * _CONTEXT
+"""As many while no character is complete: a response may be bytes without end that make none."""
 _INCOMPLETE = "\ufffd"
 _END_OF_STREAM = b"data: [DONE]\n\n"
 
@@ -117,7 +119,7 @@ def _pieces(before: list[int], tokens: list[int], decode: Callable[[list[int]], 
             texts.append("")
         else:
             texts.append(whole[len(known) :])
-        before = [*before, token][-_CONTEXT:] if texts[-1] else [*before, token]
+        before = [*before, token][-(_CONTEXT if texts[-1] else _INCOMPLETE_CONTEXT) :]
     return texts, before
 
 
