@@ -39,8 +39,12 @@ class Repetition:
         tail = np.asarray(response[begin:]).tolist()
         for length in range(max(first + 1, self.least), begin + len(tail) + 1):
             for size in range(self.shortest, min(self.longest, length // self.times) + 1):
-                repeated = tail[length - begin - size * self.times : length - begin]
-                if repeated[size:] == repeated[:-size]:
+                last = length - begin - 1
+                before = last - size
+                # Most differ in their last tokens. Slices of all would take seconds of a step where a caller asks for
+                # patterns of thousands of tokens.
+                repeated = range(size * (self.times - 1))
+                if tail[last] == tail[before] and all(tail[last - i] == tail[before - i] for i in repeated):
                     return length
         return None
 

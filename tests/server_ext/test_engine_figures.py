@@ -8,6 +8,7 @@ import pytest
 
 from agentspec.cache.policy import DEFAULT_COST
 from agentspec.server_ext.step import Repetition, Step
+from tests.timing import cpu
 
 from .plain_engine import TEXT, Engine, Rows
 
@@ -83,6 +84,13 @@ def test_what_is_accepted_behind_a_repetition_that_ends_the_response_is_not_coun
     verified, room = np.array([8], np.int32), np.full(1, 8, np.int32)
     rows.proposer.propose(Step(rows.batch, (), rows.tokens, np.array([13], np.int32), room, verified, 8))
     assert rows.tokens_and_steps("0") == (tokens, 2)
+
+
+def test_patterns_of_thousands_of_tokens_take_no_longer_than_their_number_explains() -> None:
+    """A caller may ask vLLM for such ones, and they are looked for within a step."""
+    response = np.random.default_rng(0).integers(0, 1000, 16_000)
+    assert cpu(lambda: Repetition(1, 8_000, 2).end_of(response, 15_990)) < 200
+    assert Repetition(1, 8_000, 2).end_of(np.concatenate([response[:5_000]] * 2), 9_990) == 10_000
 
 
 def test_the_end_of_a_response_is_never_drafted() -> None:
