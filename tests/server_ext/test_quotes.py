@@ -116,6 +116,13 @@ def test_no_text_takes_more_time_than_its_length_explains(text: str) -> None:
     assert time.process_time() - began < 2
 
 
+def test_of_a_spelling_that_is_longer_than_its_text_no_more_becomes_tokens_than_can_be_quoted() -> None:
+    tokenizer = Tokenizer()
+    body = {"messages": [{"role": "tool", "content": "\0" * 600}], "tools": TOOLS}
+    assert len(Quotes(tokenizer, 100).read(json.dumps(body).encode())) == 100
+    assert tokenizer.encoded == 600  # JSON spells it in 3,600 characters
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 def test_numbers_of_lines_are_left_out(number: str) -> None:
     text = "\n".join(number.format(i) + line for i, line in enumerate(FILE.splitlines(), 1))

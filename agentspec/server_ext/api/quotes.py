@@ -114,6 +114,7 @@ class Quotes:
             for spelling in spellings(text, form):
                 if len(tokens) >= self._most:
                     break
+                spelling = spelling[: _LONGEST_TOKEN * self._most]  # JSON has six characters for one, at most
                 tokens += encode_text(spelling, self._tokenizer, "messages")
         fresh = np.array(tokens[: self._most], np.int32)
         with self._lock:
