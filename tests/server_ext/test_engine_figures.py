@@ -88,7 +88,7 @@ def test_what_is_accepted_behind_a_repetition_that_ends_the_response_is_not_coun
 
 def test_patterns_of_thousands_of_tokens_take_no_longer_than_their_number_explains() -> None:
     """A caller may ask vLLM for such ones, and they are looked for within a step."""
-    response = np.random.default_rng(0).integers(0, 1000, 16_000)
+    response = np.random.default_rng(0).integers(0, 1000, 16_000, np.int32)
     assert cpu(lambda: Repetition(1, 8_000, 2).end_of(response, 15_990)) < 200
     assert Repetition(1, 8_000, 2).end_of(np.concatenate([response[:5_000]] * 2), 9_990) == 10_000
 
