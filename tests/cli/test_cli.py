@@ -119,7 +119,8 @@ def test_a_file_that_cannot_be_written_is_named_before_the_work(agentspec: Progr
     problems.write_text('{"id": "a", "prompt": "x"}\n')
     folder.mkdir()
     status, printed = agentspec("rollout", str(problems), "--model", "no-such-model", "--out", str(folder))
-    assert status == 2 and printed.replace("\n", "") == f"agentspec: {folder}: Is a directory"
+    named = f"agentspec: --out {folder}: cannot be written (Is a directory); give another file"
+    assert status == 2 and printed.replace("\n", "") == named
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
