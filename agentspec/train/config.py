@@ -163,7 +163,9 @@ def load_config(path: Path) -> TrainingConfig:
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give a training's YAML file") from None
+    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{path}: cannot be read as YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path}: a mapping of fields expected; docs/speculator.md shows one")

@@ -94,3 +94,8 @@ def test_names_the_field(
 def test_refuses_what_is_no_mapping(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"config\.yaml"):
         load_config(write(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_no_matter_of_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot be read \(No such file or directory\); give a training"):
+        load_config(tmp_path / "none.yaml")

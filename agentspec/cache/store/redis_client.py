@@ -38,8 +38,9 @@ SOCKET_TIMEOUT = 0.25
 
 # errors that pass by themselves or that the operator can repair, with a correct URL; the last from a script while the
 # cluster moves its keys
-_PASSING = ("OOM ", "READONLY ", "MISCONF ", "LOADING ", "BUSY ", "NOREPLICAS ", "non local key")
-_PASSING_TYPES = (AskError, ClusterError, OutOfMemoryError, ReadOnlyError, TryAgainError)
+_PASSING = ("READONLY ", "MISCONF ", "LOADING ", "BUSY ", "NOREPLICAS ", "non local key")
+_PASSING_TYPES = (AskError, ClusterError, ReadOnlyError, TryAgainError)
+_FULL = "the server is full: raise its maxmemory, or keep less with the settings retention_days and retention_bytes"
 _SENTINEL_PASSWORD = "check AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD"
 # refusals without an error type of their own; the last for a long command of a user who has shown no password
 _REFUSED = ("user executing the script", "ACL failure in script", "unauthenticated ")
@@ -170,6 +171,8 @@ class RedisClient:
                 raise self._forbidden(error, script) from None
             if any(text in str(error).lower() for text in _UNKNOWN):
                 raise self._unknown(error, script) from None
+            if isinstance(error, OutOfMemoryError) or "OOM " in str(error):
+                raise StoreUnavailableError(f"{self.shown}: {_FULL}") from None
             passing = isinstance(error, _PASSING_TYPES) or any(text in str(error) for text in _PASSING)
             raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
         except MasterNotFoundError as error:  # quotes what each Sentinel has answered
