@@ -61,6 +61,8 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
                 ) from None
             if not isinstance(prompt, dict) or not (_is_chat(prompt) or isinstance(prompt.get("prompt"), str)):
                 raise InvalidInputError(f'{path}, line {number}: give "messages", a chat, or "prompt", a text')
+            if not _are_objects(prompt.get("tools") or []):
+                raise InvalidInputError(f"{path}, line {number}: tools: a list of objects expected, as in OpenAI's API")
             if prompt.get("id") is not None:
                 check_session_id(str(prompt["id"]), f"{path}, line {number}: id")  # now, not after the answers
             yield prompt
@@ -68,7 +70,11 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 def _is_chat(prompt: dict[str, Any]) -> bool:
     messages = prompt.get("messages")
-    return isinstance(messages, list) and all(isinstance(message, dict) for message in messages) and bool(messages)
+    return bool(messages) and _are_objects(messages)
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _answered(out: Path) -> int:
@@ -96,17 +102,21 @@ def _engine(source: PromptsSource, model: Model, seed: int) -> Any:
 
 
 def _ask(engine: Any, prompts: list[dict[str, Any]], source: PromptsSource) -> list[Any]:
-    """Return vLLM's outputs, in order. Chat messages go through the target's own template."""
+    """Return vLLM's outputs, in order. Chat messages go through the target's own template, with their tools."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens)
     answers: list[Any] = [None] * len(prompts)
-    for chat in (True, False):
-        places = [i for i, prompt in enumerate(prompts) if _is_chat(prompt) == chat]
-        if not places:
-            continue
-        asked = [prompts[i]["messages" if chat else "prompt"] for i in places]
-        outputs = (engine.chat if chat else engine.generate)(asked, sampling, use_tqdm=False)
+    alike: dict[tuple[bool, str], list[int]] = {}  # vLLM takes the same tools for all chats of a call
+    for i, prompt in enumerate(prompts):
+        tools = json.dumps(prompt.get("tools") or None)
+        alike.setdefault((_is_chat(prompt), tools), []).append(i)
+    for (chat, tools), places in alike.items():
+        if chat:
+            asked = [prompts[i]["messages"] for i in places]
+            outputs = engine.chat(asked, sampling, tools=json.loads(tools), use_tqdm=False)
+        else:
+            outputs = engine.generate([prompts[i]["prompt"] for i in places], sampling, use_tqdm=False)
         for i, output in zip(places, outputs, strict=True):
             answers[i] = output
     return answers

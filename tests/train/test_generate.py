@@ -66,6 +66,26 @@ def test_prompts_that_vllm_takes_are_told_from_chats(tmp_path: Path, monkeypatch
         ask(tmp_path, '{"prompt": "long"}\n')
 
 
+def test_chats_are_asked_with_their_own_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(prompts: list[Any], *_: Any, tools: Any = "none given", **__: Any) -> list[Any]:
+        seen.extend((prompt, tools) for prompt in prompts)
+        number = {"a": 1, "b": 2, "c": 3, "d": 4}
+        named = [prompt if isinstance(prompt, str) else prompt[0]["content"] for prompt in prompts]
+        return [SimpleNamespace(prompt_token_ids=[number[n]], outputs=[SimpleNamespace(token_ids=[9])]) for n in named]
+
+    seen: list[tuple[Any, Any]] = []
+    core = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+    engine = SimpleNamespace(chat=answer, generate=answer, llm_engine=core)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda *_, **__: engine, SamplingParams=dict))
+    chats = {name: [{"role": "user", "content": name}] for name in "abc"}
+    edit, run = [{"function": {"name": "edit"}}], [{"function": {"name": "run"}}]
+    given = [{"messages": chats["a"], "tools": edit}, {"messages": chats["b"]}, {"messages": chats["c"], "tools": run}]
+    ask(tmp_path, "".join(json.dumps(prompt) + "\n" for prompt in [*given, {"prompt": "d", "tools": run}]))
+    assert seen == [(chats["a"], edit), (chats["b"], None), (chats["c"], run), ("d", "none given")]
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [line["prompt_token_ids"] for line in lines] == [[1], [2], [3], [4]]
+
+
 def test_prompts_that_newer_vllm_refuses_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose errors are no ValueErrors. The training ended with a traceback."""
 
@@ -87,6 +107,7 @@ def test_prompts_that_newer_vllm_refuses_are_named(tmp_path: Path, monkeypatch: 
     "line",
     [
         *("{", "[]", "[" * 100_000, '{"prompt": "\udcff"}', '{"messages": []}', '{"messages": [1]}'),
+        json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": "edit"}),
         *(json.dumps({"messages": "hello"}), json.dumps({"id": 1}), json.dumps({"id": "a\nb", "prompt": "x"})),
     ],
 )
