@@ -68,7 +68,7 @@ class Follower:
         self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._reader = RecordReader()
         self._logs: OrderedDict[str, FollowedLog] = OrderedDict()  # the one used last at the end
-        self._owners: OrderedDict[str, str | None] = OrderedDict()  # of logs that are used and not followed yet
+        self._owners: OrderedDict[str, str] = OrderedDict()  # of logs that are used and not followed yet
         self._own: OrderedDict[str, None] = OrderedDict()  # cursors of this process's tombstones
         self._erasing: dict[tuple[str, str], bool] = {}  # logs and sessions that it erases; true: it has
         self._refused: set[str] = set()  # logs that the store refuses to read

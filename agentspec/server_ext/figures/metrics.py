@@ -120,7 +120,7 @@ class Metrics:
         self._running: dict[FiguresKey, RequestFigures] = {}
         self._finished: OrderedDict[FiguresKey, RequestFigures] = OrderedDict()
         self._latest: dict[tuple[str | None, str], FiguresKey] = {}  # of the figures that are kept for a caller's id
-        self._running_bytes = self._finished_bytes = 0
+        self._finished_bytes = 0
 
     def begin(self, api_id: str, caller: str | None, call: str = "") -> RequestFigures:
         """Return the figures for a new engine request. The samples of one API request, or call, share them."""
@@ -132,7 +132,6 @@ class Metrics:
                 figures = RequestFigures(key)
             else:
                 self._finished_bytes -= figures.bytes
-            self._running_bytes += figures.bytes
             self._running[key] = figures
         figures.running += 1
         self._latest[caller, api_id] = key
@@ -143,7 +142,6 @@ class Metrics:
         figures.running -= 1
         if figures.running == 0 and self._running.pop(figures.key, None) is not None:
             self._finished[figures.key] = figures
-            self._running_bytes -= figures.bytes
             self._finished_bytes += figures.bytes
             while len(self._finished) > _KEPT_REQUESTS or self._finished_bytes > self._max_bytes:
                 (caller, api_id, _), oldest = self._finished.popitem(last=False)
@@ -180,7 +178,7 @@ class Metrics:
     @property
     def bytes(self) -> int:
         """Return the memory that the figures of requests take, about."""
-        return self._running_bytes + self._finished_bytes
+        return sum(figures.bytes for figures in self._running.values()) + self._finished_bytes
 
     def stats(self) -> dict[str, Any]:
         """Return counters since start, drafted and accepted tokens by source, and durations, as JSON."""
