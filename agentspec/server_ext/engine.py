@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from agentspec.cache import Budget, StepDrafts, SuffixCache
-from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.figures.accounts import Accounts
 from agentspec.server_ext.figures.metrics import Metrics
@@ -152,10 +151,10 @@ class DraftingEngine:
         try:
             self._begin_periods()
             if self._persistence.has_loaded():  # a prompt's text that its session holds is not indexed again
-                self._persistence.apply_loaded(self.cache, DEFAULT_WORK_SECONDS / 2)
+                self._persistence.apply_loaded(self.cache, self._work_time.for_stored_turns_first())
             fresh = [new for new in started if new.request_id not in self._requests.by_id]
-            spent = 1e-9 * (time.thread_time_ns() - begin)
-            self._turn_over(fresh, None, DEFAULT_WORK_SECONDS - spent)  # a step that computes prompts takes long
+            self._turn_over(fresh, None, self._work_time.for_begun(begin))
+            self._work_time.begun = True
         except Exception as error:
             self.metrics.count_error("begin", error)
             for new in started:
@@ -271,12 +270,13 @@ class DraftingEngine:
         self._begin_periods()
         loading = self._persistence.has_loaded()
         if loading or step.started or self._turnover:
-            self._prepare(step)
+            self._prepare(step, loading)
         if outdated := self._persistence.outdated():
             self._make_way(outdated)
         lookup = self._look_up(step)
         self._accounts.undrafted(self._steps + 1, step, lookup.failed)
         if not lookup.states:
+            self._measure_work()
             return _no_drafts(step)
         count = len(step.batch)
         if step.seconds is not None and (model is not None or self.pricing.cost.given is None):
@@ -291,7 +291,7 @@ class DraftingEngine:
         work = self._work_time.for_indexing(allowance.work, halved=loading)
         drafts = self._draft(step, lookup, model, row_tokens, work)
         took = time.perf_counter_ns() - begin
-        self._measure(took)
+        self.metrics.draft_seconds.observe(1e-9 * (took - self._measure_work()))
         self._steps += 1
         self._accounts.note(self._steps, lookup, step, drafts, took // count)
         if len(drafts.token_ids) == 0:
@@ -325,15 +325,15 @@ class DraftingEngine:
         """Return whether all that others have erased has left the cache: by the follower, and from the snapshot."""
         return self._persistence.is_current() and (self._keeper is None or self._keeper.is_loaded())
 
-    def _prepare(self, step: Step) -> None:
-        """Start and finish requests, and apply stored turns, as far as there is time."""
+    def _prepare(self, step: Step, loading: bool) -> None:
+        """Start and finish requests, and apply stored turns, as far as there is time. loading: if any are loaded."""
         begin, latest = time.thread_time_ns(), self._lookup
         work = latest.allowance.work if latest else self._work_time.in_step(None)
         if step.started or self._turnover:  # a step with prompts takes long, so more of its time may go into this
             work = max(work, self._work_time.in_latest_step())
             self._turn_over(step.started, step, self._work_time.for_turnover(work))
             self._accounts.undrafted(self._steps + 1, step, self._turnover.starting())
-        seconds = self._work_time.for_stored_turns(work, begin)
+        seconds = self._work_time.for_stored_turns(work, begin, any_wait=loading)
         if seconds is not None:
             self._persistence.apply_loaded(self.cache, seconds)
         self._work_time.spend_since(begin)
@@ -344,13 +344,13 @@ class DraftingEngine:
             self._leave_batch()
             for new in started:
                 self._requests.begin(new, self._steps)
-            self._turnover.advance(seconds, started, step)
+            self._turnover.advance(seconds, started, step, begun=self._work_time.begun)
 
-    def _measure(self, took: int) -> None:
-        """Count the time of a step's drafting call, in ns, and the CPU time of all work beside drafting."""
+    def _measure_work(self) -> int:
+        """Count the CPU time of a step's work beside drafting. Return the part in its drafting call, in nanoseconds."""
         in_call, work = self._work_time.take(self.cache.worked_ns())
-        self.metrics.draft_seconds.observe(1e-9 * (took - in_call))
         self.metrics.beside_seconds.observe(1e-9 * work)
+        return in_call
 
     def _draft(
         self, step: Step, lookup: BatchLookup, model: StepModel | None, row_tokens: int, work: float

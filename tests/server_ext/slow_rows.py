@@ -51,6 +51,12 @@ class Rows:
             self.rows[name], self.lengths[name] = int(name[-1]), PROMPT
         return self.step(*ids, session=session)
 
+    def begin_first(self, *ids: str) -> None:
+        """Begin requests in front of the forward pass of the next step; their names end in their rows."""
+        for name in ids:
+            self.rows[name], self.lengths[name] = int(name[-1]), PROMPT
+        self.engine.begin([NewRequest(name, self.tokens[self.rows[name], :PROMPT], Identity()) for name in ids])
+
     def step(self, *started: str, session: str | None = None) -> list[list[int]]:
         for name in self.rows:
             self.lengths[name] += 1

@@ -88,6 +88,49 @@ def test_requests_begin_before_others_end_unless_their_session_waits_for_that(ro
     assert (rows.started, rows.finished) == (4, 2)
 
 
+def test_a_step_whose_time_went_into_what_begins_in_front_of_its_forward_pass_ends_nothing_behind_it(
+    rows: Rows,
+) -> None:
+    rows.begin("stays0")
+    rows.begin("ends1")
+    rows.end("ends1")
+    rows.begin_first("r2", "r3")
+    for started, finished in ((3, 0), (3, 0), (4, 0), (4, 1)):
+        assert (rows.started, rows.finished) == (started, finished)
+        rows.step()
+
+
+def test_stored_turns_are_applied_once_in_a_step_and_wait_for_one_at_most(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows.begin("stays0")
+    applied: list[float] = []
+    persistence = rows.engine._persistence
+    monkeypatch.setattr(persistence, "has_loaded", lambda: True)
+    monkeypatch.setattr(persistence, "apply_loaded", lambda _, seconds: applied.append(seconds))
+    rows.begin_first("r1")
+    assert len(applied) == 1  # in front of the start, for a part of the step's time
+    rows.step()
+    assert len(applied) == 1
+    rows.step()
+    assert len(applied) == 2
+
+
+def test_the_work_of_a_step_none_of_whose_requests_has_started_is_counted_as_its_own(rows: Rows) -> None:
+    rows.begin("r0")
+    rows.step()
+    rows.end("r0", last=False)
+    rows.begin_first("r1")
+    del rows.rows["r1"], rows.lengths["r1"]  # its prompt is still being computed
+    before = rows.engine.stats()["seconds"]["beside"]
+    for _ in range(2):
+        rows.step()
+    after = rows.engine.stats()["seconds"]["beside"]
+    assert (rows.started, rows.finished) == (2, 1)
+    new = [now - then for now, then in zip(after["counts"], before["counts"], strict=True)]
+    assert sum(new) == 2 and not any(new[: after["bounds"].index(0.0025) + 1])  # 3 ms each, of CPU time
+
+
 class Clock:
     """Stand in for the module ``time``: time passes where a test says so, whatever else the machine does."""
 

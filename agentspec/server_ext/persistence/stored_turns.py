@@ -100,6 +100,8 @@ class StoredTurns:
             wanted = loaded.wanted
             if loaded.complete:
                 cache.mark_loaded(wanted.tenant, wanted.session, group=wanted.group, family=wanted.family)
+            if time.thread_time() >= until:
+                break
         return count
 
     def _next_loaded(self) -> Loaded | None:

@@ -1,8 +1,8 @@
 """Measure the CPU time that steps spend on work beside drafting, and divide what they may spend.
 
 That work is starting and finishing requests, applying stored turns, indexing and evicting. A step spends at most
-_WORK_SHARE of its duration on it, and DEFAULT_WORK_SECONDS; what is left waits for later steps. A step's duration is
-measured in wall-clock time, the work in CPU time of the engine's thread.
+_WORK_SHARE of its duration on it, and DEFAULT_WORK_SECONDS, in front of its forward pass and behind it; what is left
+waits for later steps. A step's duration is measured in wall-clock time, the work in CPU time of the engine's thread.
 """
 
 import time
@@ -17,10 +17,11 @@ class WorkTime:
     """Divide a step's CPU time for work: to starts and ends first, then to stored turns, then to indexing.
 
     Steps are told by ``tick``. ``allowed`` is a step's time for work, in seconds, as ``in_step`` or ``in_latest_step``
-    returns it.
+    returns it. begun: whether requests have begun in front of this step's forward pass.
     """
 
     def __init__(self) -> None:
+        self.begun = False
         self._called = 0.0  # when `tick` was called last
         self._elapsed = 0.0  # seconds between its last two calls
         self._usual = 0.0  # seconds between calls, of late; pauses and prompts weigh little. 0.0: not known yet
@@ -46,18 +47,31 @@ class WorkTime:
         """Return the time for work in a step as long as the one that ended last."""
         return min(_WORK_SHARE * self._elapsed, DEFAULT_WORK_SECONDS)
 
+    def for_stored_turns_first(self) -> float:
+        """Return the seconds for applying stored turns in front of a forward pass; none need wait behind it then."""
+        self._put_off = False
+        return DEFAULT_WORK_SECONDS / 4
+
+    def for_begun(self, begin: int) -> float:
+        """Return the seconds for starting requests in front of a forward pass, which takes long with their prompts.
+
+        begin: the thread's time when the work in front of it began, in nanoseconds.
+        """
+        return DEFAULT_WORK_SECONDS - self._spent(begin)
+
     def for_turnover(self, allowed: float) -> float:
         """Return the seconds for starting and finishing requests: none where they made stored turns wait just now."""
         return 0.0 if self._put_off else max(allowed - 1e-9 * self._spent_ns, 0.0)
 
-    def for_stored_turns(self, allowed: float, begin: int) -> float | None:
+    def for_stored_turns(self, allowed: float, begin: int, *, any_wait: bool) -> float | None:
         """Return the seconds for applying stored turns; None: they wait for the next step.
 
         The other half of the step's time is for indexing what is applied. They never wait twice: steps that all begin
-        requests would apply nothing. begin: the thread's time when the step began to work, in nanoseconds.
+        requests would apply nothing. begin: the thread's time when the step began to work, in nanoseconds. any_wait:
+        whether there are any.
         """
-        left = allowed / 2 - 1e-9 * (time.thread_time_ns() - begin)
-        self._put_off = left <= 0 and not self._put_off
+        left = allowed / 2 - self._spent(begin)
+        self._put_off = any_wait and left <= 0 and not self._put_off
         return None if self._put_off else max(left, 0.0)
 
     def for_indexing(self, allowed: float, *, halved: bool) -> float:
@@ -85,4 +99,9 @@ class WorkTime:
         """
         by_cache = worked_ns - self._cache_ns
         spent, self._cache_ns, self._spent_ns = self._spent_ns + by_cache, worked_ns, 0
+        self.begun = False
         return by_cache, spent
+
+    def _spent(self, begin: int) -> float:
+        """Return the seconds spent since the latest step, with those since the thread's time ``begin``."""
+        return 1e-9 * (self._spent_ns + time.thread_time_ns() - begin)

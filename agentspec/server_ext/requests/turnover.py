@@ -1,10 +1,11 @@
 """Start and finish requests in the cache a few at a time, so that no step waits for all that begin and end with it.
 
-Requests that begin go first, because they get no drafts until then: a step starts half of them. A session's next turn
-starts after the one before was finished, and so does a request whose input goes on, under the same id. A step does an
-eighth of what else waits: rounded down where requests begin, so that a few ends never hold up starts, but many cannot
-pile up either. It does one at least, and more as long as the next is likely to end within its time. Where no request
-is left for whose steps the rest could wait, all is done at once.
+Requests that begin go first, because they get no drafts until then: a step starts half of them. Where it could start
+some in front of its forward pass, it starts half of the rest behind it, but no single one. A session's next turn starts
+after the one before was finished, and so does a request whose input goes on, under the same id. A step does an eighth
+of what else waits, once: rounded down where requests begin, so that a few ends never hold up starts, but many cannot
+pile up either. It does more as long as the next is likely to end within its time. Where no request is left for whose
+steps the rest could wait, all is done at once.
 """
 
 import time
@@ -110,23 +111,28 @@ class Turnover:
         found = (item.state for item in self._waiting if isinstance(item, Ending))
         return next((state for state in found if state.request_id == request_id), None)
 
-    def advance(self, seconds: float, started: Sequence[NewRequest] = (), step: Step | None = None) -> None:
+    def advance(
+        self, seconds: float, started: Sequence[NewRequest] = (), step: Step | None = None, *, begun: bool = False
+    ) -> None:
         """Start and finish as many requests as fit into so much CPU time of this thread, and the least part anyway.
 
         started: requests that have just begun, whose prompts are valid. step: its rows hold the prompts of the others
-        that wait for their start. A request that has no row stays.
+        that wait for their start. A request that has no row stays. begun: whether a call has started requests in this
+        step already.
         """
         now = time.thread_time()
         until = now + seconds
         first, rest = self._in_order()
-        starts = -(-len(first) // _STARTED)
-        others = len(rest) // _FINISHED if first else -(-len(rest) // _FINISHED)
+        starts = len(first) // _STARTED if begun else -(-len(first) // _STARTED)
+        others = 0 if begun else len(rest) // _FINISHED if first else -(-len(rest) // _FINISHED)
         if first:  # the end of a request has to wait for its start, which may be late in `first`
             others = len(list(takewhile(_may_be_done, rest[:others])))
         done, least = 0, starts + others
         rows: dict[str, int] = {}
         fresh = set(map(id, started))
         for item in [*first[:starts], *rest[:others], *first[starts:], *rest[others:]]:
+            if done >= least and now + self._usual.value >= until:
+                break
             prompt: Sequence[int] | Int32 | None = None
             if isinstance(item, Beginning) and item.text is None:
                 if id(item.new) in fresh:
@@ -144,8 +150,6 @@ class Turnover:
             done += 1
             before, now = now, time.thread_time()
             self._usual.add(now - before, _USUAL_ITEMS)
-            if done >= least and now + self._usual.value >= until:
-                break
 
     def _in_order(self) -> tuple[list[Beginning | Ending], list[Beginning | Ending]]:
         """Return the requests that begin, unless one of their session or id has to end before, and all others."""
