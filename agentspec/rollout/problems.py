@@ -29,12 +29,17 @@ class Problem:
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is a list of messages."""
+        return isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], dict)
+
+    @property
     def tools(self) -> list[dict[str, Any]] | None:
         """Return the tools that the chat template writes into the prompt: ``tools`` of the fields, beside messages.
 
         They are a list of objects, or its JSON, as TRL has them. None where there are none.
         """
-        if not (isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], dict)):
+        if not self.is_chat:
             return None
         tools = self.fields.get("tools")
         if isinstance(tools, str):
@@ -129,7 +134,13 @@ def _problem(place: str, row: Any) -> Problem:
         raise InvalidInputError(f"{place}: needs one of {names}, has {', '.join(prompts) or 'none'}")
     prompt = _prompt(f'{place}: "{prompts[0]}"', prompts[0], row[prompts[0]])
     rest = {name: value for name, value in row.items() if name not in ("id", prompts[0])}
-    return Problem(check_session_id(identifier, f"{place}: id"), prompt, rest)
+    problem = Problem(check_session_id(identifier, f"{place}: id"), prompt, rest)
+    if problem.is_chat and row.get("tools") not in (None, "", "null", "[]", []) and problem.tools is None:
+        raise InvalidInputError(
+            f'{place}: "tools" go into the chat template: give a list of objects as in OpenAI\'s API, or its JSON, or '
+            "name the field otherwise"
+        )
+    return problem
 
 
 def _prompt(place: str, name: str, prompt: Any) -> Any:

@@ -344,7 +344,7 @@ class DraftingEngine:
             self._leave_batch()
             for new in started:
                 self._requests.begin(new, self._steps)
-            self._turnover.advance(seconds, started, step, begun=self._work_time.begun)
+            self._turnover.advance(seconds, started, step, begun=step is not None and self._work_time.begun)
 
     def _measure_work(self) -> int:
         """Count the CPU time of a step's work beside drafting. Return the part in its drafting call, in nanoseconds."""

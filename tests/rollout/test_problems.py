@@ -77,12 +77,17 @@ def test_tools_beside_messages_belong_to_the_prompt(tmp_path: Path) -> None:
     parquet.write_table(
         pyarrow.Table.from_pylist([{"id": "a", "messages": CHAT, "tools": tools}]), tmp_path / "problems.parquet"
     )
-    rows = [{"id": "a", "messages": CHAT, "tools": given} for given in (tools, json.dumps(tools), ["f"], "f, g", None)]
-    rows = [{**row, "id": str(number)} for number, row in enumerate(rows)] + [
-        {"id": "t", "prompt": "x", "tools": tools}
-    ]
+    rows = [{"messages": CHAT, "tools": given} for given in (tools, json.dumps(tools), [], "[]", None)]
+    rows += [{"prompt": "x", "tools": given} for given in (tools, "f, g")]  # a field like others
+    rows = [{**row, "id": str(number)} for number, row in enumerate(rows)]
     assert [each.tools for each in read_problems(tmp_path / "problems.parquet")] == [tools]
-    assert [each.tools for each in read_problems(written(tmp_path, *rows))] == [tools, tools, None, None, None, None]
+    assert [each.tools for each in read_problems(written(tmp_path, *rows))] == [tools, tools, *[None] * 5]
+
+
+@pytest.mark.parametrize("given", [["f"], "f, g", [{"name": "f"}, None], {"name": "f"}, "[" * 100_000, 4])
+def test_tools_that_no_template_can_take_are_named(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(AgentSpecError, match=r'line 1: "tools" go into the chat template: give a list of objects'):
+        read_problems(written(tmp_path, {"id": "a", "messages": CHAT, "tools": given}))
 
 
 @pytest.mark.parametrize("line", ['{"id": "é", "prompt": "x"}'.encode("latin-1"), b"[" * 100_000])

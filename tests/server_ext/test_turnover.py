@@ -100,6 +100,12 @@ def test_a_step_whose_time_went_into_what_begins_in_front_of_its_forward_pass_en
         rows.step()
 
 
+def test_requests_that_begin_before_each_of_several_forward_passes_start_though_no_step_drafts(rows: Rows) -> None:
+    for number, name in enumerate(("r0", "r1", "r2"), 1):
+        rows.begin_first(name)
+        assert rows.started == number
+
+
 def test_stored_turns_are_applied_once_in_a_step_and_wait_for_one_at_most(
     rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
