@@ -17,7 +17,7 @@ from agentspec.cache.store import open_store
 from agentspec.cli import main
 from agentspec.cli.app import serve
 from agentspec.errors import StoreUnavailableError, first_line
-from agentspec.server_ext.vllm_adapter.launch import OPTIONS
+from agentspec.server_ext.vllm_adapter.launch import OPTIONS, missing_folder
 
 
 class Program:
@@ -212,6 +212,14 @@ def test_what_vllm_refuses_of_a_server_is_one_line(
     status, printed = agentspec("serve", "m")
     why = str(refusal).partition("\n")[0]
     assert status == 2 and printed == f"agentspec: m: vLLM ended with an error: {why}{remedy}\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "is_missing"),
+    [("no/such/folder", True), ("nosuch/", True), ("~/nosuch", True), ("owner/name", False), ("s3://a/b/c", False)],
+)
+def test_a_path_is_no_name_of_the_hub(model: str, is_missing: bool) -> None:
+    assert ("no such folder" in missing_folder(model)) is is_missing
 
 
 def test_a_model_whose_folder_is_missing_is_said_to_be(

@@ -280,9 +280,11 @@ def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
 def missing_folder(model: str) -> str:
     """Return the end of an error about a model that is named by a path where nothing is, "" about any other.
 
-    vLLM takes the path for a name of the hub, and finds fault with its characters.
+    vLLM takes the path for a name of the hub, OWNER/NAME, and finds fault with its characters.
     """
-    return " (there is no such folder)" if model.startswith((".", "/", "~")) and not Path(model).exists() else ""
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith("/")
+    missing = is_path and "://" not in model and not Path(model).exists()
+    return " (there is no such folder)" if missing else ""
 
 
 def without_vllm(error: ImportError) -> ConfigurationError:
