@@ -150,7 +150,8 @@ class DraftingEngine:
         begin = time.thread_time_ns()
         try:
             self._begin_periods()
-            if self._persistence.has_loaded():  # a prompt's text that its session holds is not indexed again
+            if any(self._persistence.has_loaded_of(new.identity) for new in started):
+                # A prompt's text that its session holds is not indexed again.
                 self._persistence.apply_loaded(self.cache, self._work_time.for_stored_turns_first())
             fresh = [new for new in started if new.request_id not in self._requests.by_id]
             self._turn_over(fresh, None, self._work_time.for_begun(begin))

@@ -35,8 +35,8 @@ class Server:
         self.tokens[0, :LENGTH] = np.random.default_rng(0).permutation(VOCABULARY)[:LENGTH]
         self.tokens[0, LENGTH - 8 : LENGTH + 50] = self.tokens[0, SOURCE : SOURCE + 58]
 
-    def new(self, name: str = "r", length: int = LENGTH) -> NewRequest:
-        return NewRequest(name, self.tokens[0, :length], Identity())
+    def new(self, name: str = "r", length: int = LENGTH, session: str | None = None) -> NewRequest:
+        return NewRequest(name, self.tokens[0, :length], Identity(session=session))
 
     def step(self, length: int = LENGTH + 1, started: tuple[NewRequest, ...] = ()) -> list[int]:
         none = np.zeros(1, np.int32)
@@ -128,10 +128,15 @@ def test_new_weights_begin_before_the_request_does(server: Server, monkeypatch: 
 def test_what_was_loaded_of_a_session_comes_before_its_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the request indexes again what its session is about to hold."""
     persistence = server.engine._persistence
-    monkeypatch.setattr(persistence, "has_loaded", lambda: True)
     order = noted(monkeypatch, (persistence, "apply_loaded"), (server.engine.cache, "start"))
-    server.engine.begin([server.new()])
-    assert order == ["apply_loaded", "start"]
+    server.engine.begin([server.new("other", session="other")])
+    wait_until(lambda: persistence.stats()["loader"]["pending"] == 0)
+    persistence.load_again(None, "s")
+    wait_until(lambda: persistence.has_loaded_of(Identity(session="s")))
+    server.engine.begin([server.new(session="t")])
+    assert order == ["start", "start"]  # nothing of this session is there, though others wait
+    server.engine.begin([server.new("again", session="s")])
+    assert order == ["start", "start", "apply_loaded", "start"]
 
 
 def test_nothing_begins_where_drafting_is_switched_off() -> None:

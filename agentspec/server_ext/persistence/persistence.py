@@ -182,6 +182,11 @@ class Persistence:
         """Return whether there may be something to do for ``apply_loaded``."""
         return self._turns.has_work()
 
+    def has_loaded_of(self, identity: Identity) -> bool:
+        """Return whether ``apply_loaded`` will apply turns of a request's session, unless it has them already."""
+        session = identity.session
+        return session is not None and self._turns.has_ready_of(self.logs.of(identity.tenant), identity.tenant, session)
+
     def apply_loaded(self, cache: SuffixCache, seconds: float = DEFAULT_WORK_SECONDS) -> int:
         """Put loaded turns into the cache for about so much CPU time (`StoredTurns.apply`). Return their number."""
         return self._turns.apply(cache, seconds)

@@ -39,6 +39,11 @@ class StoredTurns:
         """Return whether there are turns for ``apply``."""
         return self._arrived is not None or self._loader.has_ready()
 
+    def has_ready_of(self, log: str, tenant: str | None, session: str) -> bool:
+        """Return whether there are turns of a session for ``apply``."""
+        wanted = Wanted(log, tenant, session=session)
+        return (self._arrived is not None and self._arrived.wanted == wanted) or self._loader.ready.holds(wanted)
+
     def has_work(self) -> bool:
         """Return whether ``apply`` may have something to do."""
         return self.has_ready() or bool(self._erasures)

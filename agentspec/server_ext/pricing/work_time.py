@@ -50,7 +50,7 @@ class WorkTime:
     def for_stored_turns_first(self) -> float:
         """Return the seconds for applying stored turns in front of a forward pass; none need wait behind it then."""
         self._put_off = False
-        return DEFAULT_WORK_SECONDS / 4
+        return DEFAULT_WORK_SECONDS / 2
 
     def for_begun(self, begin: int) -> float:
         """Return the seconds for starting requests in front of a forward pass, which takes long with their prompts.
