@@ -30,7 +30,7 @@ class Problem:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the prompt is a list of messages."""
+        """Return whether the prompt is a list of messages."""
         return isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], dict)
 
     @property

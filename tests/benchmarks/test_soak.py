@@ -78,8 +78,10 @@ def test_three_minutes(capsys: pytest.CaptureFixture[str]) -> None:
     soak.main(["--minutes", "3", "--max-bytes", "1000000", "--store-bytes", "1000000", "--times", "2", "--json"])
     rows = json.loads(capsys.readouterr().out)
     broken = {(row["store"], row["check"]): row["value"] for row in rows if not row["met"]}
+    stalls = 0
     for store in ("redis", "sqlite"):
         broken.pop((store, "records that retention has removed"), None)  # a store's least limit takes eight minutes
-        # Two cores with other work on them stretch CPU times; a thousand steps may have a few that took 1 ms.
-        assert broken.pop((store, "steps with more than 1 ms of work beside drafting"), 0) <= 20
+        stalls += broken.pop((store, "steps with more than 1 ms of work beside drafting"), 0)
+    # Two cores with other work on them stretch CPU times; two thousand steps may have a few that took 1 ms.
+    assert stalls <= 20
     assert not broken

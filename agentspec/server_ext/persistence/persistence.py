@@ -184,8 +184,10 @@ class Persistence:
 
     def has_loaded_of(self, identity: Identity) -> bool:
         """Return whether ``apply_loaded`` will apply turns of a request's session, unless it has them already."""
-        session = identity.session
-        return session is not None and self._turns.has_ready_of(self.logs.of(identity.tenant), identity.tenant, session)
+        session, tenant = identity.session, identity.tenant
+        if session is None or not self._turns.has_ready():  # mostly, so no log is named and no lock taken
+            return False
+        return self._turns.has_ready_of(Wanted(self.logs.of(tenant), tenant, session=session))
 
     def apply_loaded(self, cache: SuffixCache, seconds: float = DEFAULT_WORK_SECONDS) -> int:
         """Put loaded turns into the cache for about so much CPU time (`StoredTurns.apply`). Return their number."""

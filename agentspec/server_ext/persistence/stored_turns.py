@@ -39,9 +39,8 @@ class StoredTurns:
         """Return whether there are turns for ``apply``."""
         return self._arrived is not None or self._loader.has_ready()
 
-    def has_ready_of(self, log: str, tenant: str | None, session: str) -> bool:
-        """Return whether there are turns of a session for ``apply``."""
-        wanted = Wanted(log, tenant, session=session)
+    def has_ready_of(self, wanted: Wanted) -> bool:
+        """Return whether there are turns of what is wanted for ``apply``."""
         return (self._arrived is not None and self._arrived.wanted == wanted) or self._loader.ready.holds(wanted)
 
     def has_work(self) -> bool:

@@ -123,8 +123,11 @@ class Turnover:
         now = time.thread_time()
         until = now + seconds
         first, rest = self._in_order()
-        starts = len(first) // _STARTED if begun else -(-len(first) // _STARTED)
-        others = 0 if begun else len(rest) // _FINISHED if first else -(-len(rest) // _FINISHED)
+        if begun:
+            starts, others = len(first) // _STARTED, 0
+        else:
+            starts = -(-len(first) // _STARTED)
+            others = len(rest) // _FINISHED if first else -(-len(rest) // _FINISHED)
         if first:  # the end of a request has to wait for its start, which may be late in `first`
             others = len(list(takewhile(_may_be_done, rest[:others])))
         done, least = 0, starts + others
