@@ -34,6 +34,11 @@ def read_lines(path: Path, progress: Callable[[int], None] = lambda read: None) 
         raise InvalidInputError(f"{path}: cannot be read: {error.strerror}; give a file of JSON lines") from error
 
 
+def is_path(name: str) -> bool:
+    """Return whether ``name`` can only be meant as a path. OWNER/NAME may be a repository of a hub, s3://… is none."""
+    return name.startswith((".", "/", "~")) or name.endswith("/") or (name.count("/") > 1 and "://" not in name)
+
+
 @contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     """Yield a path to write to. What is written there takes the place of ``path`` when the block ends.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,18 +38,21 @@ class Problem:
     def tools(self) -> list[dict[str, Any]] | None:
         """Return the tools that the chat template writes into the prompt: ``tools`` of the fields, beside messages.
 
-        They are a list of objects, or its JSON, as TRL has them. None where there are none.
+        They are a list of objects, or its JSON, as TRL has them. None where there are none. Raises InvalidInputError
+        for anything else.
         """
-        if not self.is_chat:
-            return None
-        tools = self.fields.get("tools")
+        tools = self.fields.get("tools") if self.is_chat else None
         if isinstance(tools, str):
-            try:
+            with suppress(ValueError, RecursionError):
                 tools = json.loads(tools)
-            except (ValueError, RecursionError):
-                return None
-        described = isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools)
-        return tools if described else None
+        if tools in (None, "", []):
+            return None
+        if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+            return tools
+        raise InvalidInputError(
+            '"tools" go into the chat template: give a list of objects as in OpenAI\'s API, or its JSON, or name the '
+            "field otherwise"
+        )
 
 
 def read_problems(path: Path) -> list[Problem]:
@@ -135,11 +139,10 @@ def _problem(place: str, row: Any) -> Problem:
     prompt = _prompt(f'{place}: "{prompts[0]}"', prompts[0], row[prompts[0]])
     rest = {name: value for name, value in row.items() if name not in ("id", prompts[0])}
     problem = Problem(check_session_id(identifier, f"{place}: id"), prompt, rest)
-    if problem.is_chat and row.get("tools") not in (None, "", "null", "[]", []) and problem.tools is None:
-        raise InvalidInputError(
-            f'{place}: "tools" go into the chat template: give a list of objects as in OpenAI\'s API, or its JSON, or '
-            "name the field otherwise"
-        )
+    try:
+        _ = problem.tools
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{place}: {error}") from None
     return problem
 
 

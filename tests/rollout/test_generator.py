@@ -385,6 +385,9 @@ def test_a_chats_template_gets_its_tools(tmp_path: Path) -> None:
         assert [(sample.id, sample.prompt_ids) for sample in journal.samples()] == [("none", [1]), ("some", [4, 1])]
         with pytest.raises(AgentSpecError, match="'empty': its prompt has 0 tokens"):
             list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run(problems[2:], Plan(samples=1)))
+        wrong = [Problem("wrong", chat, {"tools": "f, g"})]  # not left out in silence
+        with pytest.raises(AgentSpecError, match="'wrong': \"tools\" go into the chat template"):
+            list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run(wrong, Plan(samples=1)))
 
 
 def test_two_problems_with_one_id_are_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from agentspec.errors import SpeculatorError, first_line
+from agentspec.files import is_path
 from agentspec.server_ext.speculator.config import SpeculatorConfig
 from agentspec.server_ext.speculator.models import Speculator, build_speculator
 
@@ -109,7 +110,7 @@ def find_folder(path_or_id: str | Path) -> Path:
     if folder.exists():
         raise SpeculatorError(f"speculator {path_or_id}: a file; give the folder with config.json and the weights")
     name = str(path_or_id)
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if is_path(name) or name.count("/") != 1:
         raise SpeculatorError(f"speculator {name}: no such folder; give one with config.json and weights, or a hub id")
     return _download(name)
 

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
+from agentspec.files import is_path
 from agentspec.server_ext.arctic_methods import METHODS, translate
 from agentspec.server_ext.figures.step_record import make_record
 from agentspec.server_ext.identity.callers import ApiKeysFile
@@ -125,7 +126,7 @@ def _check_speculator(name: str | None, tokens: int | None) -> None:
 
     A hub's speculator is checked by ``check_draft_model``, as is what needs the target's configuration.
     """
-    if name is None or not (name.startswith((".", "/", "~")) or Path(name).is_dir()):
+    if name is None or not (is_path(name) or Path(name).is_dir()):
         return
     from agentspec.server_ext.speculator.checkpoint import find_folder, read_config
     from agentspec.server_ext.speculator.config import SpeculatorConfig
@@ -282,9 +283,7 @@ def missing_folder(model: str) -> str:
 
     vLLM takes the path for a name of the hub, OWNER/NAME, and finds fault with its characters.
     """
-    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith("/")
-    missing = is_path and "://" not in model and not Path(model).exists()
-    return " (there is no such folder)" if missing else ""
+    return " (there is no such folder)" if is_path(model) and not Path(model).exists() else ""
 
 
 def without_vllm(error: ImportError) -> ConfigurationError:
