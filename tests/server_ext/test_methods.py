@@ -189,8 +189,9 @@ class TestServe:
     def test_a_folder_that_holds_no_speculator_shows_before_vllm_starts(self, tmp_path: Path) -> None:
         with pytest.raises(SpeculatorError, match=r"config\.json"):
             self.served({**ARCTIC, "model": str(tmp_path)})
-        with pytest.raises(SpeculatorError, match="no such folder"):
-            self.served({**ARCTIC, "model": str(tmp_path / "missing")})
+        for missing in (str(tmp_path / "missing"), "missing/", "no/such/folder"):
+            with pytest.raises(SpeculatorError, match="no such folder"):
+                self.served({**ARCTIC, "model": missing})
         (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
         with pytest.raises(SpeculatorError, match="architectures"):
             self.served({**ARCTIC, "model": str(tmp_path)})
