@@ -275,7 +275,8 @@ class DraftingEngine:
         if outdated := self._persistence.outdated():
             self._make_way(outdated)
         lookup = self._look_up(step)
-        self._accounts.undrafted(self._steps + 1, step, lookup.failed)
+        if lookup.failed:
+            self._accounts.undrafted(self._steps + 1, step, lookup.failed)
         if not lookup.states:
             self._measure_work()
             return _no_drafts(step)

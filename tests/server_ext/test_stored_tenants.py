@@ -39,7 +39,7 @@ class Tenants:
         self.persistence.request_load(self.cache, Identity(tenant=tenant, scope=scope), group=None, family=None)
 
     def load(self) -> int:
-        wait_until(lambda: self.persistence._loader.has_ready() or not self.pending())
+        wait_until(lambda: self.persistence._loader.ready.has_any() or not self.pending())
         return self.persistence.apply_loaded(self.cache, 1.0)
 
     def pending(self) -> int:
@@ -105,7 +105,7 @@ def test_ten_thousand_tenants_stay_bounded(store: FlakyStore) -> None:
         engine.persistence.apply_loaded(engine.cache)
     engine.load_all()
     loader = engine.persistence._loader
-    assert not (loader._requested or loader._corpora or loader._requests or loader.has_ready())
+    assert not (loader._requested or loader._corpora or loader._requests or loader.ready.has_any())
     assert engine.cache.stats().bytes <= 4_000_000
     engine.start("r", "tenant 9999", [7, 8, 100, 101, 102])
     engine.load_all()

@@ -342,7 +342,7 @@ def test_a_corpus_is_not_read_again_before_all_of_it_was_taken(store: FlakyStore
     records = []
     for _ in range(4):
         assert loader.request(CORPUS, 500)
-        wait_until(loader.has_ready)
+        wait_until(loader.ready.has_any)
         loaded = loader.take()
         assert loaded is not None
         records += loaded.records

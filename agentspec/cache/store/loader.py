@@ -81,7 +81,7 @@ class BackgroundLoader:
 
     before_read(namespace, tenant): called in the loader's thread before a log is read; it may wait for the store and
     raise its errors. prepare: called in that thread with all turns of a large session; returns their indexes, or None
-    if it cannot.
+    if it cannot. ready: what ``take`` returns from.
     """
 
     def __init__(
@@ -134,10 +134,6 @@ class BackgroundLoader:
             self._counts.corpora += wanted.is_corpus
             self._queue(_Job(wanted, newest))
             return True
-
-    def has_ready(self) -> bool:
-        """Return whether ``take`` has something to return."""
-        return self.ready.has_any()
 
     def take(self) -> Loaded | None:
         """Return the next records to apply, or None if none are ready. Never blocks."""

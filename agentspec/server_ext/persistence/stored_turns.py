@@ -37,7 +37,7 @@ class StoredTurns:
 
     def has_ready(self) -> bool:
         """Return whether there are turns for ``apply``."""
-        return self._arrived is not None or self._loader.has_ready()
+        return self._arrived is not None or self._loader.ready.has_any()
 
     def has_ready_of(self, wanted: Wanted) -> bool:
         """Return whether there are turns of what is wanted for ``apply``."""
@@ -109,7 +109,7 @@ class StoredTurns:
         return count
 
     def _next_loaded(self) -> Loaded | None:
-        if self._arrived is None and self._loader.has_ready():
+        if self._arrived is None:
             self._arrived, self._applied = self._loader.take(), 0
         return self._arrived
 

@@ -76,7 +76,8 @@ class Turnover:
 
     def __bool__(self) -> bool:
         """Return whether there is something to do now."""
-        return any(isinstance(item, Beginning) or not item.awaits_length() for item in self._waiting)
+        waiting = self._waiting
+        return bool(waiting) and any(isinstance(item, Beginning) or not item.awaits_length() for item in waiting)
 
     def states(self) -> list[RequestState]:
         """Return the state of each request that waits; twice for one that ended before its start. For any thread."""
