@@ -404,6 +404,28 @@ def test_a_response_whose_length_nobody_tells_is_kept_whole(
     assert len(turn.response) == said
 
 
+def test_an_erasure_in_another_thread_finds_a_request_at_every_moment_of_its_end(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows.begin("r0", session="s")
+    requests = rows.engine._requests
+    found: list[bool] = []
+
+    class Watched(dict[str, RequestState]):
+        def pop(self, *args: Any) -> Any:
+            popped = super().pop(*args)
+            found.append("r0" in [state.request_id for state in requests.states()])
+            return popped
+
+        def __delitem__(self, name: str) -> None:
+            super().__delitem__(name)
+            found.append("r0" in [state.request_id for state in requests.states()])
+
+    monkeypatch.setattr(requests, "by_id", Watched(requests.by_id))
+    rows.end("r0", last=False)
+    assert found == [True]
+
+
 def test_the_next_turn_does_not_wait_for_a_length(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.server_ext.requests.running._TOLD_SECONDS", 1000.0)
     rows.begin("a0", session="s")

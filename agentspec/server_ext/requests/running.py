@@ -57,12 +57,13 @@ class RunningRequests:
         self, request_id: str, output_limit: int | None, text: Text | None = None, *, may_be_shorter: bool = False
     ) -> None:
         """Let a request wait for its end. The arguments are those of ``DraftingEngine.finish``."""
-        state = self.by_id.pop(request_id, None)
+        state = self.by_id.get(request_id)
         if state is not None:
-            self._metrics.end(state.figures)
-            self._traces.running -= state.trace is not None
             until = time.monotonic() + _TOLD_SECONDS if may_be_shorter else 0.0
             self.turnover.end(state, output_limit, text, until)
+            del self.by_id[request_id]  # not before: an erasure in another thread looks for it here, then in `turnover`
+            self._metrics.end(state.figures)
+            self._traces.running -= state.trace is not None
 
     def finish_if_idle(self) -> None:
         """Finish all that wait where no request runs any more, because no step may follow."""
