@@ -154,8 +154,9 @@ class DraftingEngine:
                 # A prompt's text that its session holds is not indexed again.
                 self._persistence.apply_loaded(self.cache, self._work_time.for_stored_turns_first())
             fresh = [new for new in started if new.request_id not in self._requests.by_id]
-            self._turn_over(fresh, None, self._work_time.for_begun(begin))
-            self._work_time.begun = True
+            if fresh:
+                self._turn_over(fresh, None, self._work_time.for_begun(begin))
+                self._work_time.begun = True
         except Exception as error:
             self.metrics.count_error("begin", error)
             for new in started:

@@ -100,6 +100,15 @@ def test_a_step_whose_time_went_into_what_begins_in_front_of_its_forward_pass_en
         rows.step()
 
 
+def test_a_request_that_is_known_already_puts_off_no_end(rows: Rows) -> None:
+    rows.begin("stays0")
+    rows.begin("ends1")
+    rows.engine.begin([NewRequest("stays0", rows.tokens[0, : PROMPT + 1], Identity())])
+    rows.end("ends1")
+    rows.step()
+    assert rows.finished == 1
+
+
 def test_requests_that_begin_before_each_of_several_forward_passes_start_though_no_step_drafts(rows: Rows) -> None:
     for number, name in enumerate(("r0", "r1", "r2"), 1):
         rows.begin_first(name)
