@@ -4,11 +4,10 @@ DraftingEngine makes one call for the whole batch in each step. An error costs d
 fails.
 """
 
-import logging
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,12 +29,10 @@ from agentspec.server_ext.pricing import EngineLimits, StepPricing
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
 from agentspec.server_ext.requests.cached import CachedRequests
 from agentspec.server_ext.requests.running import RunningRequests
-from agentspec.server_ext.requests.turnover import Text, Turnover
+from agentspec.server_ext.requests.turnover import Text
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
-from agentspec.server_ext.step import DraftRows, NewRequest, Step
-
-logger = logging.getLogger(__name__)
+from agentspec.server_ext.step import DraftRows, NewRequest, RequestState, Step
 
 _JOIN_SECONDS = 1.0
 """How long closing waits for the indexing thread. A process that ends while native code runs in a thread is aborted."""
@@ -81,10 +78,10 @@ class DraftingEngine:
         self._traces = Traces(shares.figures // 8)
         self._accounts = Accounts(self.metrics, self._traces, self._step_record)
         self._groups = PromptGroups(shares.figures // 4)
-        self._cached = CachedRequests(self.cache, persistence, self.metrics, self._groups)
-        self._turnover = Turnover(self._cached.start, self._cached.keep)
-        lengths, self._work_time = self.pricing.acceptance_lengths, self.pricing.work_time
-        self._requests = RunningRequests(self._turnover, self.metrics, self._traces, lengths)
+        cached = CachedRequests(self.cache, persistence, self.metrics, self._groups)
+        self._requests = RunningRequests(cached, self.metrics, self._traces, self.pricing.acceptance_lengths)
+        self._turnover = self._requests.turnover
+        self._work_time = self.pricing.work_time
         self._sessions = SessionAdmin(
             self.cache, persistence, self._requests.states, self._traces, self._step_record, self._drop_snapshot
         )
@@ -101,7 +98,6 @@ class DraftingEngine:
         self._steps = 0
         self._held_back = 0  # steps whose drafts were dropped, because an erasure by others may have been missed
         self._model_seconds = 0.0  # time that the draft model took in the latest step
-        self._warned = False  # whether the log says that a tenant was outdated
         self._indexing: threading.Thread | None = None  # runs from warm_up to close
 
     def warm_up(self) -> int:
@@ -159,8 +155,7 @@ class DraftingEngine:
                 self._work_time.begun = True
         except Exception as error:
             self.metrics.count_error("begin", error)
-            for new in started:
-                self._fail(new.request_id)
+            self._fail(self._requests.of(new.request_id for new in started))
         self._work_time.spend_since(begin)
 
     def propose(self, step: Step, model: StepModel | None = None) -> list[list[int]]:
@@ -175,10 +170,10 @@ class DraftingEngine:
             return self._propose(step, model)
         except Exception as error:  # without drafts the requests still run
             self.metrics.count_error("propose", error)
-            for request_id in step.batch.request_ids:
-                self._fail(request_id)
+            states = self._requests.of(step.batch.request_ids)
+            self._fail(states)
             with suppress(Exception):  # the step may be what is wrong
-                self._accounts.undrafted(self._steps + 1, step, self._requests.of(step.batch.request_ids))
+                self._accounts.undrafted(self._steps + 1, step, states)
             return _no_drafts(step)
 
     def finish(
@@ -227,7 +222,7 @@ class DraftingEngine:
             "memory": {"limit": self.settings.max_bytes, "bytes": sum(parts.values()), **parts},
             "steps": self._steps,
             "steps_held_back": self._held_back,
-            "running": sum(not state.failed for state in self._requests.by_id.values()),
+            "running": len(self._requests.unfailed()),
             **self.metrics.stats(),
             "verify_cost": self.pricing.cost.stats(),
             "step_budget": self.pricing.budget.stats(),
@@ -274,7 +269,8 @@ class DraftingEngine:
         if loading or step.started or self._turnover:
             self._prepare(step, loading)
         if outdated := self._persistence.outdated():
-            self._make_way(outdated)
+            self._leave_batch()
+            self._requests.make_way(outdated)
         lookup = self._look_up(step)
         if lookup.failed:
             self._accounts.undrafted(self._steps + 1, step, lookup.failed)
@@ -305,7 +301,7 @@ class DraftingEngine:
         return lookup.spread(self.pricing.cut(drafts, allowance, count))
 
     def _begin_periods(self) -> None:
-        """Tell the cache of new weights and a new epoch, and keep before what the requests that have ended said."""
+        """Tell the cache of new weights and of a new epoch, once it has kept the responses that ended before."""
         if self._new_weights or self._new_epoch:
             self._turn_over((), None, math.inf)
         if self._new_weights:
@@ -343,11 +339,10 @@ class DraftingEngine:
 
     def _turn_over(self, started: Sequence[NewRequest], step: Step | None, seconds: float) -> None:
         """Start and finish requests for about so much CPU time. started: those that begin. step: with their rows."""
-        if started or self._turnover:
-            self._leave_batch()
-            for new in started:
-                self._requests.begin(new, self._steps)
-            self._turnover.advance(seconds, started, step, begun=step is not None and self._work_time.begun)
+        self._leave_batch()
+        for new in started:
+            self._requests.begin(new, self._steps)
+        self._turnover.advance(seconds, started, step, begun=step is not None and self._work_time.begun)
 
     def _measure_work(self) -> int:
         """Count the CPU time of a step's work beside drafting. Return the part in its drafting call, in nanoseconds."""
@@ -380,27 +375,10 @@ class DraftingEngine:
         self._accounts.settle(self._lookup)
         self._lookup = None
 
-    def _make_way(self, outdated: Set[str | None]) -> None:
-        """Let outdated tenants be forgotten: stop drafting for their running requests, and keep nothing of them."""
-        states = self._requests.by_id.values()
-        running = [state for state in states if not state.failed and state.identity.tenant in outdated]
-        for state in running:
-            self._fail(state.request_id)
-        if running and not self._warned:
-            self._warned = True
-            logger.warning(
-                "agentspec: erasures may have been missed, so what was said is forgotten and read from the store again;"
-                " %d running requests go on without drafts",
-                len(running),
-            )
-
-    def _fail(self, request_id: str) -> None:
-        """Stop drafting for a request, and keep nothing of it."""
+    def _fail(self, states: Sequence[RequestState]) -> None:
+        """Stop drafting for these requests, and keep nothing of them."""
         self._leave_batch()
-        state = self._requests.by_id.get(request_id)
-        if state is not None and not state.failed:
-            state.failed = True
-            self._cached.drop(request_id)
+        self._requests.fail(states)
 
 
 def _no_drafts(step: Step) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Hold an engine's requests from their beginning to their end, and how long their responses were."""
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Set
 from functools import partial
 
 import numpy as np
@@ -9,8 +10,11 @@ import numpy as np
 from agentspec.server_ext.figures.metrics import Metrics
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.pricing.acceptance_length import AcceptanceLengths
+from agentspec.server_ext.requests.cached import CachedRequests
 from agentspec.server_ext.requests.turnover import Text, Turnover
 from agentspec.server_ext.step import NewRequest, RequestState
+
+logger = logging.getLogger(__name__)
 
 _TOLD_SECONDS = 1.0
 """How long a response waits to be told its length. It is told at once, unless its caller has gone."""
@@ -22,14 +26,38 @@ class RunningRequests:
     by_id: the requests that have begun and not ended, as far as the engine knows.
     """
 
-    def __init__(self, turnover: Turnover, metrics: Metrics, traces: Traces, lengths: AcceptanceLengths) -> None:
+    def __init__(self, cached: CachedRequests, metrics: Metrics, traces: Traces, lengths: AcceptanceLengths) -> None:
         self.by_id: dict[str, RequestState] = {}
-        self.turnover = turnover
-        self._metrics, self._traces, self._lengths = metrics, traces, lengths
+        self.turnover = Turnover(cached.start, cached.keep)
+        self._cached, self._metrics, self._traces, self._lengths = cached, metrics, traces, lengths
+        self._warned = False  # whether the log has said that a tenant is outdated
 
-    def of(self, request_ids: Sequence[str]) -> list[RequestState]:
+    def of(self, request_ids: Iterable[str]) -> list[RequestState]:
         """Return the states of those of these requests that have begun and not ended."""
         return [self.by_id[request_id] for request_id in request_ids if request_id in self.by_id]
+
+    def unfailed(self) -> list[RequestState]:
+        """Return the states of the requests that have begun and neither ended nor failed."""
+        return [state for state in self.by_id.values() if not state.failed]
+
+    def fail(self, states: Iterable[RequestState]) -> None:
+        """Stop drafting for these requests, and keep nothing of them."""
+        for state in states:
+            if not state.failed:
+                state.failed = True
+                self._cached.drop(state.request_id)
+
+    def make_way(self, outdated: Set[str | None]) -> None:
+        """Let outdated tenants be forgotten: stop drafting for their running requests, and keep nothing of them."""
+        running = [state for state in self.unfailed() if state.identity.tenant in outdated]
+        self.fail(running)
+        if running and not self._warned:
+            self._warned = True
+            logger.warning(
+                "agentspec: erasures may have been missed, so what was said is forgotten and read from the store again;"
+                " %d running requests go on without drafts",
+                len(running),
+            )
 
     def begin(self, new: NewRequest, step: int) -> None:
         """Let a request of that step wait for its start.
