@@ -17,10 +17,11 @@ from typing_extensions import Unpack
 
 from agentspec.client.agents_session import AgentsSession
 from agentspec.client.base import ClientBase, SessionBase, StreamItem
-from agentspec.client.connection import connect, remedies_noted
+from agentspec.client.connection import AsyncClientOptions, connect, remedies_noted
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, Turn
 from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
+from agentspec.client.option_checks import options_named
 from agentspec.client.priming import Priming, added_by
 from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_speculation
 from agentspec.client.request import (
@@ -28,14 +29,12 @@ from agentspec.client.request import (
     ERASURE_S,
     PROBE_PATH,
     TIMEOUT_S,
-    AsyncClientOptions,
     Call,
     ResponseFormat,
     Speculating,
     has_no_such_session,
     incomplete_error,
     is_erased,
-    options_named,
 )
 from agentspec.client.session_naming import SessionTags
 from agentspec.client.streams import AsyncReplyStream

@@ -18,10 +18,11 @@ from openai.types.chat import ChatCompletion
 from agentspec.client.conversation import Conversation, OnUnavailable, Turn
 from agentspec.client.erasure_list import ErasureList
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
+from agentspec.client.option_checks import check_timeout
 from agentspec.client.priming import Priming, prime_history, prime_resumed, prime_texts
 from agentspec.client.record import ReplyRecord
 from agentspec.client.reply import ParsedT, Reply, read_reply
-from agentspec.client.request import Call, RequestBuilder, Speculating, check_timeout
+from agentspec.client.request import Call, RequestBuilder, Speculating
 from agentspec.client.session_log import SessionLog
 from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, InvalidSessionError

@@ -12,8 +12,8 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 import openai
 
 from agentspec.client.messages import shown
+from agentspec.client.option_checks import check_retries
 from agentspec.client.reply import ParsedT, Reply
-from agentspec.client.request import check_retries
 from agentspec.client.tools import ToolRun
 from agentspec.errors import AgentSpecError, InvalidInputError
 

@@ -14,10 +14,11 @@ import openai
 from typing_extensions import Unpack
 
 from agentspec.client.base import ClientBase, SessionBase, StreamItem
-from agentspec.client.connection import connect, remedies_noted
+from agentspec.client.connection import ClientOptions, connect, remedies_noted
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable
 from agentspec.client.loops import Loops
 from agentspec.client.messages import Content
+from agentspec.client.option_checks import options_named
 from agentspec.client.priming import Priming, added_by
 from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_speculation
 from agentspec.client.request import (
@@ -26,13 +27,11 @@ from agentspec.client.request import (
     PROBE_PATH,
     TIMEOUT_S,
     Call,
-    ClientOptions,
     ResponseFormat,
     Speculating,
     has_no_such_session,
     incomplete_error,
     is_erased,
-    options_named,
 )
 from agentspec.client.session_naming import SessionTags
 from agentspec.client.streams import ReplyStream

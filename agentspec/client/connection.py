@@ -8,16 +8,39 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 from urllib.parse import urlsplit
 
 import openai
 
 from agentspec.addresses import without_secrets
-from agentspec.client.request import check_header_value, check_headers, check_mapping, check_retries
+from agentspec.client.option_checks import check_header_value, check_headers, check_mapping, check_retries
 from agentspec.errors import ConfigurationError
 
 T = TypeVar("T")
+
+
+class ConnectionOptions(TypedDict, total=False):
+    """List the OpenAI client's options. Both clients pass on these, and any others, unchanged."""
+
+    organization: str | None
+    project: str | None
+    timeout: float | openai.Timeout | None
+    max_retries: int
+    default_headers: Mapping[str, str] | None
+    default_query: Mapping[str, object] | None
+
+
+class ClientOptions(ConnectionOptions, total=False):
+    """List the options of AgentClient."""
+
+    http_client: openai.DefaultHttpxClient | None
+
+
+class AsyncClientOptions(ConnectionOptions, total=False):
+    """List the options of AsyncAgentClient."""
+
+    http_client: openai.DefaultAsyncHttpxClient | None
 
 
 def connect(make: Callable[..., T], base_url: str | None, api_key: str | None, options: Mapping[str, Any]) -> T:

@@ -1,0 +1,115 @@
+"""Refuse options by name that cannot work: the OpenAI client and the HTTP client name none in their errors."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import openai
+import pydantic
+
+from agentspec.client.messages import shown
+from agentspec.errors import InvalidInputError
+
+_HEADER_NAME = re.compile(r"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
+_HEADER_VALUE = re.compile(r"[!-~]?|[!-~][ \t!-~]*[!-~]")
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise InvalidInputError, which names the option, for a timeout that the HTTP client would refuse."""
+    if isinstance(timeout, openai.NotGiven | openai.Omit):
+        return
+    if isinstance(timeout, openai.Timeout):
+        parts: Sequence[object] = (timeout.connect, timeout.read, timeout.write, timeout.pool)
+    else:
+        parts = timeout if isinstance(timeout, tuple) and timeout else (timeout,)  # HTTPX's form of one
+    longest = threading.TIMEOUT_MAX
+    if not all(part is None or (_is_number(part) and 0 < part <= longest) for part in parts):
+        raise InvalidInputError(
+            "timeout: a positive number of seconds or an openai.Timeout is needed, not"
+            f" {shown(timeout)}; None is no limit"
+        )
+
+
+@contextmanager
+def options_named(request: Mapping[str, Any]) -> Iterator[None]:
+    """Raise InvalidInputError, which names the option, where the block fails because a value has no form in JSON.
+
+    request: arguments of the OpenAI client's call, whose own error names the type alone.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        for name, value in request.items():
+            if name in ("messages", "timeout", "extra_headers", "extra_query", "response_format"):
+                continue
+            parts = value.items() if name == "extra_body" and isinstance(value, Mapping) else [("", value)]
+            for part, held in parts:
+                if not _has_json(held):
+                    raise InvalidInputError(
+                        f"{name}{part and ': '}{part}: {shown(held)} has no form in JSON; give text, finite numbers,"
+                        " lists and dicts, such as int() or float() of another library's number"
+                    ) from error
+        raise
+
+
+def _has_json(value: object) -> bool:
+    """Return whether JSON has a form for a value, as far as can be said without the OpenAI client."""
+    try:
+        json.dumps(value, allow_nan=False, default=_sent)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _sent(value: object) -> object:
+    """Return what the OpenAI client sends for a value that `json` does not know."""
+    if isinstance(value, openai.NotGiven | openai.Omit):
+        return None
+    if isinstance(value, pydantic.BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, datetime.date):
+        return str(value)
+    raise TypeError
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_retries(retries: object) -> None:
+    """Raise InvalidInputError, which names the option, for retries with which the OpenAI client would fail."""
+    given = retries is not None and not isinstance(retries, openai.NotGiven | openai.Omit)
+    if given and (not isinstance(retries, int) or isinstance(retries, bool) or retries < 0):
+        raise InvalidInputError(f"max_retries: a whole number, 0 at least, is needed, not {shown(retries)}")
+
+
+def check_headers(option: str, headers: Mapping[object, object]) -> None:
+    """Raise InvalidInputError, which names option and header, for headers that the HTTP client would refuse."""
+    for name, value in headers.items():
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise InvalidInputError(f"{option}: {shown(name)}: a name of letters, digits and - is needed")
+        if not isinstance(value, openai.Omit):
+            text = value.decode("latin-1") if isinstance(value, bytes) else value
+            check_header_value(f"{option}: {name}", text, "urllib.parse.quote() makes one of any other text")
+
+
+def check_header_value(name: str, value: object, remedy: str = "strip() what was read from a file") -> None:
+    """Raise InvalidInputError, which names the option, for what no header can carry. The value may be a key."""
+    if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
+        raise InvalidInputError(
+            f"{name}: a text of ASCII characters is needed, without line breaks and without spaces around it; {remedy}"
+        )
+
+
+def check_mapping(name: str, given: object) -> None:
+    """Raise InvalidInputError, which names the option, unless it is a dict or None."""
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidInputError(f"{name}: a dict is needed, not {shown(given)}")
