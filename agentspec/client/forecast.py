@@ -192,17 +192,24 @@ class Forecaster:
                 self._cache.remove_session(None, session)
 
     def _replay_pending(self) -> None:
-        with self._noting:
-            pending, self._pending, self._pending_bytes = self._pending, deque(), 0
-        for call in pending:
-            figures = self._figures_of(call.session, call.group, call.sent[: call.resumed])
-            if call.measured is not None:
-                figures.add_measured(call.measured)
-            if call.tokens is not None:
-                self._replay(figures, call.session, call.group, *call.tokens)
-            elif self.tokens_from != "server":
-                self._replay(figures, call.session, call.group, *self._in_tokens(call.sent, call.answer))
-                figures.seen = max(figures.seen, _answers(call.sent) + 1)
+        """Replay the calls that wait, oldest first. An error, such as the tokenizer's, costs that call alone."""
+        for _ in range(len(self._pending)):
+            with self._noting:
+                if not self._pending:  # others were noted meanwhile, which took all the room
+                    return
+                call = self._pending.popleft()
+                self._pending_bytes -= call.size
+            self._replay_call(call)
+
+    def _replay_call(self, call: _PendingCall) -> None:
+        figures = self._figures_of(call.session, call.group, call.sent[: call.resumed])
+        if call.tokens is not None:
+            self._replay(figures, call.session, call.group, *call.tokens)
+        elif self.tokens_from != "server":
+            self._replay(figures, call.session, call.group, *self._in_tokens(call.sent, call.answer))
+            figures.seen = max(figures.seen, _answers(call.sent) + 1)
+        if call.measured is not None:
+            figures.add_measured(call.measured)
 
     def _figures_of(self, session: str, group: str | None, resumed: Sequence[Mapping[str, Any]]) -> _SessionFigures:
         """Return a session's figures. They include calls by other clients whose messages were read from the store.
@@ -217,7 +224,7 @@ class Forecaster:
             answers = [i for i, message in enumerate(resumed) if message["role"] == "assistant"]
             for i in answers[figures.seen :]:
                 self._replay(figures, session, group, *self._in_tokens(resumed[:i], resumed[i]))
-            figures.seen = max(figures.seen, len(answers))
+                figures.seen += 1
         return figures
 
     def _replay(

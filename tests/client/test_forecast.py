@@ -165,6 +165,20 @@ def test_memory_stays_within_its_limits() -> None:
     assert len(forecaster._sessions) <= 4_096
 
 
+def test_a_text_that_the_tokenizer_refuses_costs_its_call_alone() -> None:
+    def encode(text: str) -> list[int]:
+        if "bad" in text:
+            raise ValueError("refused on purpose")
+        return [ord(character) for character in text]
+
+    forecaster = Forecaster(encode)
+    for session, answer in (("a", "yes"), ("b", "bad"), ("c", "yes")):
+        forecaster.note(session, None, [{"role": "user", "content": "go"}], short_reply(answer))
+    with pytest.raises(ValueError, match="on purpose"):
+        forecaster.forecast("a", None, [])
+    assert [forecaster.forecast(session, None, []).calls for session in "abc"] == [1, 0, 1]
+
+
 def test_the_history_that_a_session_holds_is_counted_once() -> None:
     """Otherwise a few calls of a long session would fill the limit."""
     forecaster = Forecaster(None, max_bytes=200_000)
