@@ -256,8 +256,10 @@ class TestRuns:
         drafter.bind(holder.forward(longest=99)).close()
         assert (holder.ran, holder.drafter.empty_runs) == ([3], 1)
 
-    def test_after_some_errors_it_is_left_alone(self) -> None:
-        holder = Runner("eagle3")
+    @pytest.mark.parametrize(("ranks", "empty_runs"), [(1, 0), (2, 3)])
+    def test_after_some_errors_it_is_left_alone(self, ranks: int, empty_runs: int) -> None:
+        """Other data-parallel ranks still wait for this one in theirs."""
+        holder = Runner("eagle3", data_parallel=ranks)
         drafter, forward = NativeDrafter(holder), holder.forward()
         tried = []
 
@@ -271,7 +273,7 @@ class TestRuns:
                 drafter.bind(forward).close()
             except RuntimeError:
                 continue
-        assert len(tried) == native_drafters._FAILURES
+        assert (len(tried), holder.drafter.empty_runs) == (native_drafters._FAILURES, empty_runs)
 
     def test_the_other_ranks_draft_what_the_first_asks_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         told: list[int] = []

@@ -93,9 +93,7 @@ class NativeDrafter(ModelDrafter):
         tokens: one of the bound model's choices. The second result is the drafter's probability of each token,
         [rows, tokens]; None: the drafter gives none.
         """
-        if self._failed >= _FAILURES:
-            return [], None
-        if not self._fits(forward):
+        if self._failed >= _FAILURES or not self._fits(forward):
             self._keep_ranks_going()
             return [], None
         try:
