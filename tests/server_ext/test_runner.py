@@ -244,6 +244,14 @@ def test_a_worker_that_shuts_down_closes_the_extension_first(monkeypatch: pytest
     runner.shut_down(lambda wrapper: order.append("early"), SimpleNamespace(worker=None))  # before a worker was made
     assert order[-1] == "early"
 
+    def broken() -> None:
+        raise OSError("the store's disk is full")
+
+    extension.close = broken
+    with pytest.raises(OSError, match="full"):
+        runner.shut_down(lambda wrapper: order.append("worker"), wrapper)
+    assert order[-1] == "worker"
+
 
 class Extension:
     """Stands for a RunnerExtension."""

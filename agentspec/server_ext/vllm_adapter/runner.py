@@ -299,11 +299,13 @@ def wake_up(original: Callable[..., None], worker: Any, tags: Sequence[str] | No
 def shut_down(original: Callable[[Any], None], wrapper: Any) -> None:
     """Close the extension before the worker's resources go. Not every worker process runs exit handlers."""
     extension = extension_of(getattr(wrapper.worker, "model_runner", None))
-    if extension is not None:
-        extension.close()
-        if extension.engine is not None:
-            note_saved()
-    original(wrapper)
+    try:
+        if extension is not None:
+            extension.close()
+            if extension.engine is not None:
+                note_saved()
+    finally:
+        original(wrapper)
 
 
 def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_attn_metadata: Any) -> bool:
