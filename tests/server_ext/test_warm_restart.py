@@ -193,6 +193,20 @@ def test_a_file_that_cannot_even_be_looked_for_costs_no_drafts(
     assert not keeper._thread.is_alive()
 
 
+def test_a_folder_that_cannot_be_listed_holds_no_drafts_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the snapshot was read, nothing is drafted."""
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "glob", broken)
+    cache = make()
+    keeper = SnapshotKeeper(tmp_path / "x.snapshot", cache, snapshot_identity("model", cache))
+    keeper.wait_loaded(5)
+    assert keeper.is_loaded()
+    keeper.close()
+
+
 def test_an_erased_session_is_in_no_file(tmp_path: Path) -> None:
     path, cache = tmp_path / "snapshot", SuffixCache(vocab_size=2**31)
     keeper = keep(path, cache)

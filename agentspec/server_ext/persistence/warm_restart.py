@@ -167,7 +167,7 @@ class SnapshotKeeper:
 
     def _run(self) -> None:
         """Load, then save every interval while serving, and once more at the end. The thread runs this."""
-        for left in self._path.parent.glob(f"{self._path.name}.tmp*"):  # left by a process that was killed while saving
+        for left in self._beside(f"{self._path.name}.tmp*"):  # left by a process that was killed while saving
             if not _is_another_process(left.name.rpartition(".tmp")[2]):
                 with contextlib.suppress(OSError):
                     left.unlink()
@@ -233,7 +233,14 @@ class SnapshotKeeper:
         """
         of_redis = _OF_REDIS.fullmatch(self._store)
         store = PLACE_DIGITS * "[0-9a-f]" if of_redis else glob.escape(self._store)
-        return [*self._path.parent.glob(f"{store}-{glob.escape(log)}*.snapshot")]
+        return self._beside(f"{store}-{glob.escape(log)}*.snapshot")
+
+    def _beside(self, pattern: str) -> list[Path]:
+        """Return the files in the snapshot's folder that match; none if the folder cannot be read."""
+        try:
+            return [*self._path.parent.glob(pattern)]
+        except OSError:  # of a network's file system, for example
+            return []
 
     def _is_outdated(self, path: Path) -> bool:
         return self._max_age is not None and time.time() - path.stat().st_mtime > self._max_age
