@@ -204,7 +204,7 @@ class RowTimes:
         times = cls(rows)
         times._levels = {bool(int(drafts)): StepTimes(**level) for drafts, level in kept["levels"].items()}
         times.most, times.count, times.share = int(kept["most"]), int(kept["count"]), float(kept["share"])
-        times.plain = PlainSteps(**kept.get("plain", {}))  # versions before have none
+        times.plain = PlainSteps(**kept["plain"])
         return times
 
 
