@@ -118,26 +118,26 @@ def row(tokens: Sequence[int], top: Sequence[int], probability: float = 0.6, own
     return ModelRow(list(tokens), taken, list(top), [probability] * len(top))
 
 
-def tokens_of(offers: Sequence[Sequence[tuple[int, float]]]) -> list[list[int]]:
-    return [[token for token, _ in offer] for offer in offers]
+def tokens_of(drafts: Sequence[Sequence[tuple[int, float]]]) -> list[list[int]]:
+    return [[token for token, _ in draft] for draft in drafts]
 
 
 class TestAlternatives:
     def test_without_a_draft_of_the_suffix_indexes_the_model_has_its_own(self) -> None:
         alternatives = weigh(AcceptanceCalibrator(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 8)
-        assert tokens_of(alternatives.offers()) == [[1, 2, 3]]
+        assert tokens_of(alternatives.drafts()) == [[1, 2, 3]]
 
     def test_the_model_goes_on_behind_a_short_draft(self) -> None:
         same = row([1, 2, 3], [1, 2, 3])
         alternatives = weigh(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, same, 8)
-        assert tokens_of(alternatives.offers()) == [[1, 2, 3]]
-        assert tokens_of(weigh(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, None, 8).offers()) == [[1, 2, 3]]
+        assert tokens_of(alternatives.drafts()) == [[1, 2, 3]]
+        assert tokens_of(weigh(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, None, 8).drafts()) == [[1, 2, 3]]
 
     def test_where_they_part_both_ways_are_offered(self) -> None:
         alternatives = weigh(
             AcceptanceCalibrator(), 10, [1, 2, 3, 4], [0.9] * 4, row([1, 2, 3], [1, 7, 3]), row([1, 7, 8], [1, 7, 8]), 8
         )
-        assert tokens_of(alternatives.offers()) == [[1, 2, 3], [1, 7, 8]]
+        assert tokens_of(alternatives.drafts()) == [[1, 2, 3], [1, 7, 8]]
 
     def test_a_token_the_model_prefers_later_takes_the_place_of_the_suffix_indexes(self) -> None:
         calibrator = AcceptanceCalibrator()
@@ -146,26 +146,26 @@ class TestAlternatives:
             calibrator.learn(calibrator.rival(9, 2, 0.9, SuffixToken(1, 0.5)), accepted=True)
         forced = row([1, 2, 3], [7, 2, 9], probability=0.9, own=0.01)
         alternatives = weigh(calibrator, 10, [1, 2, 3], [0.9, 0.9, 0.5], forced, None, 8)
-        assert [1, 2, 9] in tokens_of(alternatives.offers())
+        assert [1, 2, 9] in tokens_of(alternatives.drafts())
 
     def test_a_doubted_draft_is_offered_with_its_lower_chance(self) -> None:
         calibrator = AcceptanceCalibrator()
         forced = row([1, 2, 3], [7, 8, 9], probability=0.9, own=0.001)
-        offers = weigh(calibrator, 10, [1, 2, 3], [0.6, 0.6, 0.6], forced, None, 8).offers()
-        assert offers[0][0][0] == 1
-        assert offers[0][0][1] < 0.6
+        drafts = weigh(calibrator, 10, [1, 2, 3], [0.6, 0.6, 0.6], forced, None, 8).drafts()
+        assert drafts[0][0][0] == 1
+        assert drafts[0][0][1] < 0.6
 
     def test_no_more_than_there_is_room_for(self) -> None:
         alternatives = weigh(AcceptanceCalibrator(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 2)
-        assert tokens_of(alternatives.offers()) == [[1, 2]]
+        assert tokens_of(alternatives.drafts()) == [[1, 2]]
 
     def test_a_free_row_that_went_another_way_is_not_mixed_in(self) -> None:
         """Two rows of one batch may differ in the last bit, and so in a token."""
         alternatives = weigh(
             AcceptanceCalibrator(), 10, [1, 2], [0.9] * 2, row([1, 2, 3], [5, 2, 3]), row([6, 7, 8], [6, 7, 8]), 8
         )
-        assert [5] in tokens_of(alternatives.offers())
-        assert not any(7 in offer for offer in tokens_of(alternatives.offers()))
+        assert [5] in tokens_of(alternatives.drafts())
+        assert not any(7 in draft for draft in tokens_of(alternatives.drafts()))
 
     def test_only_what_the_text_reveals_is_learned(self) -> None:
         calibrator = AcceptanceCalibrator()
@@ -181,7 +181,7 @@ class TestAlternatives:
         alternatives.learn([])
         assert calibrator.seen == [1, 3, 2, 2]
 
-    def test_offers_become_arrays(self) -> None:
+    def test_drafts_become_arrays(self) -> None:
         tokens, probabilities, lengths = pack([[(1, 0.5)], [(2, 0.25), (3, 1.0)]], 3)
         assert tokens.tolist() == [[1, 0, 0], [2, 3, 0]]
         assert probabilities.tolist() == [[0.5, 0.0, 0.0], [0.25, 1.0, 0.0]]

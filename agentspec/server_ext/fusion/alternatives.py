@@ -1,7 +1,7 @@
 """Score two alternative drafts of one request: the suffix draft and the draft model's.
 
 The two may begin with the same tokens; they part at the first position where the model would take another token. Both
-are lists of scored tokens. From these lists come the drafts to offer to the suffix index, and what to learn from
+are lists of scored tokens. From these lists come the drafts to merge into the suffix index's, and what to learn from
 verified tokens.
 """
 
@@ -21,8 +21,8 @@ from agentspec.server_ext.fusion.calibrator import (
 )
 from agentspec.server_ext.fusion.draft_model import ModelDraft
 
-Offer = list[tuple[int, float]]
-"""Draft to offer: tokens, each with the probability that it is accepted if those before it are."""
+ScoredDraft = list[tuple[int, float]]
+"""Tokens of a draft, each with the probability that it is accepted if those before it are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class DraftAlternatives:
             result.shared += result._own(row, at, limit, BEHIND_AGREED if at else SILENT)
         return result
 
-    def offers(self) -> list[Offer]:
+    def drafts(self) -> list[ScoredDraft]:
         """Return the drafts that may be worth more than the current suffix draft.
 
         They are the suffix draft with its new probabilities, the model's draft, and the suffix draft up to the next
@@ -111,7 +111,7 @@ class DraftAlternatives:
                 kept = [(scored.token, scored.probability) for scored, _ in self.suffix[:at]]
                 result.append([*begin, *kept, (other.token, other.probability)])
                 break
-        return [offer for offer in result if offer]
+        return [draft for draft in result if draft]
 
     def learn(self, verified: Sequence[int]) -> None:
         """Learn from the verified tokens that followed."""
@@ -172,11 +172,11 @@ class DraftAlternatives:
         return [self._calibrator.own(row.tokens[at], at, row.probabilities[at], behind) for at in range(begin, limit)]
 
 
-def pack(offers: Sequence[Offer], width: int) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
-    """Pack offers for `SuffixCache.merge_drafts`: tokens [n, width], probabilities [n, width], lengths [n]."""
-    tokens = np.zeros((len(offers), width), dtype=np.int32)
-    probabilities = np.zeros((len(offers), width), dtype=np.float64)
-    for row, offer in enumerate(offers):
-        tokens[row, : len(offer)] = [token for token, _ in offer]
-        probabilities[row, : len(offer)] = [probability for _, probability in offer]
-    return tokens, probabilities, np.array([len(offer) for offer in offers], dtype=np.int32)
+def pack(drafts: Sequence[ScoredDraft], width: int) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
+    """Pack drafts for `SuffixCache.merge_drafts`: tokens [n, width], probabilities [n, width], lengths [n]."""
+    tokens = np.zeros((len(drafts), width), dtype=np.int32)
+    probabilities = np.zeros((len(drafts), width), dtype=np.float64)
+    for row, draft in enumerate(drafts):
+        tokens[row, : len(draft)] = [token for token, _ in draft]
+        probabilities[row, : len(draft)] = [probability for _, probability in draft]
+    return tokens, probabilities, np.array([len(draft) for draft in drafts], dtype=np.int32)

@@ -26,7 +26,7 @@ class ModelDraft:
     top_probabilities: NDArray[np.float32]
     """[R, n]"""
 
-    def known(self) -> "ModelDraft":
+    def finite(self) -> "ModelDraft":
         """Return the answer with probability 0 where there is none, as in a row whose hidden states overflowed."""
         if np.isfinite(self.probabilities).all() and np.isfinite(self.top_probabilities).all():
             return self

@@ -19,7 +19,7 @@ import numpy as np
 from agentspec.cache import StepDrafts, SuffixCache
 from agentspec.cache.core import draft_value
 from agentspec.server_ext import FREE
-from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, Offer, pack
+from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, ScoredDraft, pack
 from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, SuffixToken
 from agentspec.server_ext.fusion.draft_model import RESTS, Int64, ModelDraft, StepModel
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, Pace, gained_tokens
@@ -59,7 +59,7 @@ class _SuffixDrafts:
 
 
 @dataclass(slots=True)
-class _Question:
+class _ModelRun:
     """Hold a launched run of the model.
 
     For the step's row ``rows[j]``, the model's row ``forced[j]`` follows the suffix draft and ``unforced[j]`` takes the
@@ -108,10 +108,10 @@ class DraftFusion:
         cost: price of verifying one more token, as a share of a decode step. row_seconds: duration of a step without
         drafts, divided by its rows; None: not measured yet.
         """
-        question = self._guarded(lambda: self._begin(rows, model, row_seconds))
+        run = self._guarded(lambda: self._begin(rows, model, row_seconds))
         drafts = rows.draft(self._cache, cost)
         fused = self._guarded(
-            lambda: self._improve(_SuffixDrafts(rows, drafts, drafts.expected(), cost), model, question, row_seconds)
+            lambda: self._improve(_SuffixDrafts(rows, drafts, drafts.expected(), cost), model, run, row_seconds)
         )
         return FusedDrafts(drafts) if fused is None else fused
 
@@ -143,7 +143,7 @@ class DraftFusion:
                 logger.error("agentspec: the draft model failed %d times and is not asked again", _MODEL_FAILURES)
             return None
 
-    def _begin(self, rows: DraftRows, model: StepModel, row_seconds: float | None) -> _Question | None:
+    def _begin(self, rows: DraftRows, model: StepModel, row_seconds: float | None) -> _ModelRun | None:
         """Learn from this step's verified tokens, and launch the model if it runs in parallel to the host."""
         for i, state in enumerate(rows.states):
             if state.alternatives is not None:
@@ -155,10 +155,10 @@ class DraftFusion:
         widths = np.minimum(rows.max_draft_tokens, 1).tolist()
         pace = Pace(1.0 + sum(expected) / len(expected), row_seconds)
         chosen = self.scheduler.choose(rows.states, expected, widths, pace)
-        return self._ask(rows, model, chosen, None) if chosen else None
+        return self._launch(rows, model, chosen, None) if chosen else None
 
     def _improve(
-        self, suffix: _SuffixDrafts, model: StepModel, question: _Question | None, row_seconds: float | None
+        self, suffix: _SuffixDrafts, model: StepModel, run: _ModelRun | None, row_seconds: float | None
     ) -> FusedDrafts:
         """Improve the suffix drafts by the model, if it was launched or is worth running."""
         rows, expected = suffix.rows, suffix.expected
@@ -178,10 +178,10 @@ class DraftFusion:
                 for limit, draft in zip(rows.max_draft_tokens.tolist(), drafted, strict=True)
             ]
             chosen = self.scheduler.choose(rows.states, expected, widths, Pace(value, row_seconds))
-            question = self._ask(rows, model, chosen, drafted) if chosen else None
-        if question is None:
+            run = self._launch(rows, model, chosen, drafted) if chosen else None
+        if run is None:
             return FusedDrafts(suffix.drafts)
-        return self._hear(suffix, question, model.positions)
+        return self._merge_answer(suffix, run, model.positions)
 
     def _with_whole_batch(
         self, suffix: _SuffixDrafts, model: StepModel, choices: Sequence[int], pace: Pace
@@ -204,11 +204,13 @@ class DraftFusion:
         passes = self.scheduler.passes
         passes.observe(len(rows.states), tokens, seconds)
         if chosen:
-            question = _Question(chosen, [-1] * len(chosen), list(range(len(chosen))), answer, seconds)
-            drafts = self._hear(suffix, question, model.positions).drafts
+            run = _ModelRun(chosen, [-1] * len(chosen), list(range(len(chosen))), answer, seconds)
+            drafts = self._merge_answer(suffix, run, model.positions).drafts
         return FusedDrafts(drafts, passes.beyond_least(len(rows.states), tokens))
 
-    def _ask(self, rows: DraftRows, model: StepModel, chosen: list[int], drafts: list[list[int]] | None) -> _Question:
+    def _launch(
+        self, rows: DraftRows, model: StepModel, chosen: list[int], drafts: list[list[int]] | None
+    ) -> _ModelRun:
         """Launch the model for the chosen rows. drafts: suffix drafts of all rows, to follow and score; or None."""
         begin = time.perf_counter()
         engine_rows: list[int] = []
@@ -227,22 +229,22 @@ class DraftFusion:
             proposals.append([FREE] * length)
         wanted: Int64 = np.array(proposals, dtype=np.int64)
         answer = model.launch(engine_rows, wanted)
-        return _Question(chosen, forced, unforced, answer, time.perf_counter() - begin)
+        return _ModelRun(chosen, forced, unforced, answer, time.perf_counter() - begin)
 
-    def _hear(self, suffix: _SuffixDrafts, question: _Question, width: int) -> FusedDrafts:
-        """Wait for the answer, offer its alternatives to the suffix index, and learn how many tokens that gained.
+    def _merge_answer(self, suffix: _SuffixDrafts, run: _ModelRun, width: int) -> FusedDrafts:
+        """Wait for the answer, merge its alternatives into the suffix drafts, and learn how many tokens that gained.
 
         width: most tokens of an alternative.
         """
         rows, drafts, expected = suffix.rows, suffix.drafts, suffix.expected
         begin = time.perf_counter()
-        answer = question.answer().known()
+        answer = run.answer().finite()
         bounds, columns = drafts.offsets.tolist(), (drafts.token_ids, drafts.probabilities, drafts.sources)
         tokens, probabilities, sources = (column.tolist() for column in columns)
         matched = drafts.match_lengths.tolist()
-        offers: list[Offer] = []
-        offered: list[int] = []
-        for i, forced, unforced in zip(question.rows, question.forced, question.unforced, strict=True):
+        scored: list[ScoredDraft] = []
+        rows_of: list[int] = []
+        for i, forced, unforced in zip(run.rows, run.forced, run.unforced, strict=True):
             begins = bounds[i]
             own = range(begins, bounds[i + 1] if self._scores else begins)
             alternatives = DraftAlternatives.weigh(
@@ -254,27 +256,32 @@ class DraftFusion:
                 int(rows.max_draft_tokens[i]),
             )
             rows.states[i].alternatives = alternatives
-            for offer in alternatives.offers():
-                offers.append(offer)
-                offered.append(i)
-        merged = self._offer(suffix, offers, offered, width) if offers else drafts
+            found = alternatives.drafts()
+            scored += found
+            rows_of += [i] * len(found)
+        merged = self._merge_drafts(suffix, scored, rows_of, width) if scored else drafts
         merged_expected, lengths = merged.expected(), np.diff(merged.offsets).tolist()
-        for i in question.rows:
+        for i in run.rows:
             before, after = (expected[i], bounds[i + 1] - bounds[i]), (merged_expected[i], lengths[i])
             self.scheduler.learn(rows.states[i], expected[i], gained_tokens(before, after, suffix.cost))
-        seconds = question.seconds + time.perf_counter() - begin
+        seconds = run.seconds + time.perf_counter() - begin
         self.runs += 1
         self.rows += len(answer.tokens)
         self._seconds += seconds
         self.scheduler.time.observe(len(answer.tokens), seconds)
         return FusedDrafts(merged, seconds)
 
-    def _offer(self, suffix: _SuffixDrafts, offers: list[Offer], offered: list[int], width: int) -> StepDrafts:
-        """Offer the drafts to the suffix index, each for its row in ``offered``. Return the drafts of all rows then."""
+    def _merge_drafts(
+        self, suffix: _SuffixDrafts, scored: list[ScoredDraft], rows_of: list[int], width: int
+    ) -> StepDrafts:
+        """Let the suffix index keep the best draft of each row. Return the drafts of all rows.
+
+        rows_of: the row of each scored draft.
+        """
         rows, drafts = suffix.rows, suffix.drafts
-        ids = [rows.states[i].request_id for i in offered]
-        taken = self._cache.merge_drafts(ids, *pack(offers, width), rows.max_draft_tokens[offered], cost=suffix.cost)
-        latest = {i: at for at, i in enumerate(offered)}  # the last result for a row is its draft
+        ids = [rows.states[i].request_id for i in rows_of]
+        taken = self._cache.merge_drafts(ids, *pack(scored, width), rows.max_draft_tokens[rows_of], cost=suffix.cost)
+        latest = {i: at for at, i in enumerate(rows_of)}  # the last result for a row is its draft
         before, after = list(pairwise(drafts.offsets.tolist())), list(pairwise(taken.offsets.tolist()))
         parts = [
             (taken, latest[i], slice(*after[latest[i]])) if i in latest else (drafts, i, slice(*before[i]))
