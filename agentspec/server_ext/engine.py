@@ -244,9 +244,9 @@ class DraftingEngine:
         self._accounts.settle(self._lookup)
         return self.metrics.request(request_id, caller, call=call, any_caller=admin)
 
-    def session(self, step: str, job: str, *args: Any) -> dict[str, Any]:
-        """Begin or poll a job on sessions (`SessionAdmin`). step: "begin" or "poll"."""
-        return self._sessions.poll(job, *args) if step == "poll" else self._sessions.begin(job, *args)
+    def session(self, action: str, job: str, *args: Any) -> dict[str, Any]:
+        """Begin or poll a job on sessions (`SessionAdmin`). action: "begin" or "poll"."""
+        return self._sessions.poll(job, *args) if action == "poll" else self._sessions.begin(job, *args)
 
     def close(self) -> None:
         """Write the queued turns and records, and the snapshot. A second call does nothing."""

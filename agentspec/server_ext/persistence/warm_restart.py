@@ -79,8 +79,8 @@ class SnapshotKeeper:
         catch_up: Callable[[Mapping[str, str]], bool] = lambda places: False,
     ) -> None:
         self._path, self._cache, self._identity = path, cache, identity
-        # as `snapshot_path` names it: store, log and the engine's number
-        self._store, self._log = (*path.name.rsplit("-", 2), "")[:2]
+        parts = path.name.rsplit("-", 2)  # store, log and the engine's number, as `snapshot_path` joins them
+        self._store, self._log = parts[0], parts[1] if len(parts) > 1 else ""
         self._note, self._interval = note, interval
         self._places, self._catch_up = places, catch_up
         self._max_bytes, self._max_age = max_bytes, max_age

@@ -64,7 +64,7 @@ class ForwardPass:
 class _RequestLimits:
     """Hold the limits of one request's drafts."""
 
-    longest: int
+    no_room_at: int
     """length, in tokens, at which it has no room for a draft: one more token is always sampled"""
     masked: bool
     """whether a grammar says which tokens are allowed"""
@@ -84,14 +84,14 @@ class _ReadBatch:
     """whether all of its rows are in ``step``"""
     step: Step
     """the ``n`` rows that were given tokens; filled anew in every step"""
-    longest: Int32
+    no_room_at: Int32
     """[n] length, in tokens, at which each row has no room for a draft"""
     zeros: Int32
     """[n] zeros, for a step in which no draft tokens were verified"""
-    full_room: Int32
+    longest_drafts: Int32
     """[n] longest draft of each row, in tokens, where no row is near its end: max_draft, or less where the rows of
     a bitmask are shared"""
-    room: Int32
+    max_draft_tokens: Int32
     """[n] longest draft of each row where some are near their end; filled anew in every step"""
     least_room: int = 0
     """tokens that every row has room for, at least"""
@@ -137,7 +137,7 @@ class StepReader:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         step.num_draft_tokens = sum(map(len, drafts.values())) if drafts else 0
         step.num_verified_draft_tokens = _verified(step.batch.request_ids, drafts) if drafts else kept.zeros
-        step.max_draft_tokens = self._room(kept, scheduler_output.num_spec_tokens_to_schedule)
+        step.max_draft_tokens = self._max_draft_tokens(kept, scheduler_output.num_spec_tokens_to_schedule)
         # No request is new and nothing was prefilled, so the step before had the same requests. The engine was not
         # idle in between, and the time since then is the duration of this step.
         steady = (
@@ -200,10 +200,10 @@ class StepReader:
             blank=blank,
             whole=whole,
             step=step,
-            longest=np.array([limits.longest for limits in of_rows], dtype=np.int32),
+            no_room_at=np.array([limits.no_room_at for limits in of_rows], dtype=np.int32),
             zeros=zeros,
-            full_room=self._full_room(of_rows),
-            room=np.empty(len(picked), dtype=np.int32),
+            longest_drafts=self._longest_drafts(of_rows),
+            max_draft_tokens=np.empty(len(picked), dtype=np.int32),
         )
 
     def _new(self, runner: Any, tokens: Int32, request_id: str, row: int) -> NewRequest | None:
@@ -228,20 +228,20 @@ class StepReader:
             repetition=repetition_of(params),
         )
 
-    def _room(self, kept: _ReadBatch, limit: int) -> Int32:
+    def _max_draft_tokens(self, kept: _ReadBatch, limit: int) -> Int32:
         """Return how many tokens each of the [n] rows may draft. Recount only where a row may be near its end."""
         kept.least_room -= kept.step.num_draft_tokens + 1  # no row has grown by more than its draft and one token
         if kept.least_room >= self._max_draft <= limit:
-            return kept.full_room
-        room = kept.room
-        np.subtract(kept.longest, kept.step.lengths, out=room)
+            return kept.longest_drafts
+        room = kept.max_draft_tokens
+        np.subtract(kept.no_room_at, kept.step.lengths, out=room)
         kept.least_room = min(room.tolist(), default=0)
         if kept.least_room < 0:
             np.maximum(room, 0, out=room)
-        np.minimum(room, kept.full_room, out=room)
+        np.minimum(room, kept.longest_drafts, out=room)
         return room if self._max_draft <= limit else np.minimum(room, limit, out=room)
 
-    def _full_room(self, limits: Sequence[_RequestLimits]) -> Int32:
+    def _longest_drafts(self, limits: Sequence[_RequestLimits]) -> Int32:
         """Return the longest draft of each of [n] rows, in tokens, where none is near its end."""
         room = np.full(len(limits), self._max_draft, dtype=np.int32)
         masked = [row for row, of_row in enumerate(limits) if of_row.masked]
