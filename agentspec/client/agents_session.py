@@ -5,7 +5,7 @@ The session itself keeps chat messages, so that `chat()` and a Runner can take t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from agentspec.client.messages import tool_message
@@ -25,7 +25,14 @@ class AgentsSession:
 
     session_settings: Any = None
     """The Runner's settings for this session, an `agents.SessionSettings`."""
+
+    # What AsyncSession has:
     _conversation: Any
+    load: Callable[[], Awaitable[None]]
+    clear: Callable[[], Awaitable[None]]
+    _add: Callable[[list[dict[str, Any]]], None]
+    _confirm: Callable[[], Awaitable[None]]
+    _wait: Callable[..., Awaitable[Any]]
 
     @property
     def session_id(self) -> str:
@@ -60,26 +67,6 @@ class AgentsSession:
     async def clear_session(self) -> None:
         """Erase all items, on the server too."""
         await self.clear()
-
-    async def load(self) -> None:
-        """Read the stored messages. AsyncSession does it."""
-        raise NotImplementedError
-
-    async def clear(self) -> None:
-        """Erase all messages. AsyncSession does it."""
-        raise NotImplementedError
-
-    def _add(self, messages: list[dict[str, Any]]) -> None:
-        """Append messages. AsyncSession does it."""
-        raise NotImplementedError
-
-    async def _confirm(self) -> None:
-        """Wait until the latest messages are stored. AsyncSession does it."""
-        raise NotImplementedError
-
-    async def _wait(self, function: Any, *arguments: Any) -> Any:
-        """Call a function that blocks in a thread. AsyncSession does it."""
-        raise NotImplementedError
 
 
 def items_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:

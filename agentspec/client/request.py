@@ -81,8 +81,6 @@ class Call:
             raise InvalidInputError("tools: chat() takes tools in the API's form; run_tools() takes functions")
         salt = body.get("cache_salt")
         self.cache_salt = salt if isinstance(salt, str) else None
-        if self.cache_salt is not None:
-            conversation.add_salt(self.cache_salt)
         self._conversation = conversation
         messages = [] if content is None else as_messages(content)
         self.turn = conversation.turn(messages, self, options.get(ANSWERER))
@@ -93,6 +91,8 @@ class Call:
         self.max_retries: int | None = options.get("max_retries")
         if "prediction" in options:
             self.options["prediction"] = as_prediction(options["prediction"])
+        if self.cache_salt is not None:
+            conversation.add_salt(self.cache_salt)
 
     @property
     def resumed(self) -> int:
