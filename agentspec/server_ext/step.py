@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -72,7 +73,7 @@ class NewRequest:
     repetition: Repetition | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Hold the n requests that have a row in a step, in order.
 
@@ -86,6 +87,11 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Return the place of each request in the batch."""
+        return {request_id: place for place, request_id in enumerate(self.request_ids)}
 
 
 @dataclass(slots=True)

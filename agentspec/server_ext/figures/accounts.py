@@ -61,11 +61,8 @@ class Accounts:
 
     def undrafted(self, number: int, step: Step, states: Sequence[RequestState]) -> None:
         """Count a step of requests that get no drafts, unless it is counted already. number: of the step."""
-        if not states:
-            return
-        places = {request_id: place for place, request_id in enumerate(step.batch.request_ids)}
         for state in states:
-            place = places.get(state.request_id)
+            place = step.batch.places.get(state.request_id)
             if place is None or step.lengths[place] == state.counted_length:
                 continue
             length, row = int(step.lengths[place]), int(step.batch.rows[place])

@@ -132,23 +132,15 @@ class Turnover:
         if first:  # the end of a request has to wait for its start, which may be late in `first`
             others = len(list(takewhile(_may_be_done, rest[:others])))
         done, least = 0, starts + others
-        rows: dict[str, int] = {}
         fresh = set(map(id, started))
         for item in [*first[:starts], *rest[:others], *first[starts:], *rest[others:]]:
             if done >= least and now + self._usual.value >= until:
                 break
             prompt: Sequence[int] | Int32 | None = None
             if isinstance(item, Beginning) and item.text is None:
-                if id(item.new) in fresh:
-                    prompt = item.new.prompt
-                elif step is None:
+                prompt = item.new.prompt if id(item.new) in fresh else _prompt_in(step, item.state)
+                if prompt is None:
                     continue
-                else:
-                    rows = rows or dict(zip(step.batch.request_ids, step.batch.rows.tolist(), strict=True))
-                    row = rows.get(item.state.request_id)
-                    if row is None:
-                        continue
-                    prompt = step.tokens[row, : item.state.prompt_length]
             self._do(item, prompt)
             self._waiting.remove(item)  # an erasure finds it there until it is done
             done += 1
@@ -198,6 +190,14 @@ class Turnover:
         item.state.awaits_start = False
         if not item.state.failed:
             self._start(item.state, item.new, prompt, response)
+
+
+def _prompt_in(step: Step | None, state: RequestState) -> Int32 | None:
+    """Return a request's prompt, from its row in the step; None if it has none."""
+    if step is None:
+        return None
+    place = step.batch.places.get(state.request_id)
+    return None if place is None else step.tokens[step.batch.rows[place], : state.prompt_length]
 
 
 def _may_be_done(item: Beginning | Ending) -> bool:
