@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -129,11 +130,12 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
     async def close(self) -> None:
         """Write queued messages to the store, and close the connections."""
         self._closed = True
-        await self._threads.run(self._close_log)
-        self._threads.close()
-        if self._record is not None:
-            self._record.close()
-        await self._openai.close()
+        async with AsyncExitStack() as rest:  # closed even if the store's own close raises
+            rest.push_async_callback(self._openai.close)
+            if self._record is not None:
+                rest.callback(self._record.close)
+            rest.callback(self._threads.close)
+            await self._threads.run(self._close_log)
 
     async def __aenter__(self) -> Self:
         return self

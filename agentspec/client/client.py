@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -149,10 +150,11 @@ class AgentClient(ClientBase[openai.OpenAI]):
     def close(self) -> None:
         """Write queued messages to the store, and close the connections."""
         self._closed = True
-        self._close_log()
-        if self._record is not None:
-            self._record.close()
-        self._openai.close()
+        with ExitStack() as rest:  # closed even if the store's own close raises
+            rest.callback(self._openai.close)
+            if self._record is not None:
+                rest.callback(self._record.close)
+            self._close_log()
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -21,6 +22,7 @@ from agentspec import (
     ReplyStream,
     Session,
     SessionBusyError,
+    StoreError,
 )
 from agentspec.cache.store import open_store
 from agentspec.client.agents_session import AgentsSession
@@ -65,6 +67,17 @@ async def test_a_conversation(server: FakeServer) -> None:
         assert (await client.chat("three", session="t")).text == "answer 3"
     assert [chat.headers["x-session-id"] for chat in server.chats] == ["s", "s", "t"]
     assert server.chats[0].body["vllm_xargs"] == {"session_id": "s"}
+
+
+async def test_connections_are_closed_though_the_store_cannot_be(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect(server, store="memory://")
+    await client.session("s").chat("one")
+    monkeypatch.setattr("agentspec.client.outbox.Outbox.close", Mock(side_effect=StoreError("no close")))
+    with pytest.raises(StoreError, match="no close"):
+        await client.close()
+    assert client.openai.is_closed()
 
 
 async def test_a_fan_out_probes_once(server: FakeServer) -> None:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -92,6 +93,17 @@ def test_a_closed_client_takes_nothing_that_it_would_lose(server: FakeServer) ->
         with pytest.raises(AgentSpecError, match="the client is closed: make another"):
             use()
     assert [message["content"] for message in session.messages] == ["one", "answer 1"]
+
+
+def test_connections_are_closed_though_writing_is_interrupted(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = AgentClient(base_url=server.url, model="small", store=FailingStore("append"))
+    client.session("s").chat("one")
+    monkeypatch.setattr("agentspec.client.outbox.Outbox.close", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        client.close()
+    assert client.openai.is_closed()
 
 
 def test_without_a_store_the_client_remembers(server: FakeServer, tmp_path: Path) -> None:
