@@ -82,6 +82,17 @@ def test_nothing_behind_a_stop_text_counts_or_is_kept(priced: ModelServer, strea
     assert len(turn["response"]) == said
 
 
+def test_a_batch_of_chats_has_the_figures_of_all_of_them(priced: ModelServer) -> None:
+    chats = [[{"role": "user", "content": f"Write a function number {number}."}] for number in (1, 2, 3)]
+    body = {"model": "demo", "messages": chats, "temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    asked = {"X-Agentspec-Figures": "summary", "X-Request-Id": "batch_7"}
+    reply = httpx.post(f"{priced.base_url}/chat/completions/batch", json=body, headers=asked, timeout=600).json()
+    assert reply["agentspec"]["tokens"] == reply["usage"]["completion_tokens"] == 90
+    assert figures(priced, reply["id"]) == reply["agentspec"]
+    single = httpx.post(f"{priced.base_url}/chat/completions", json={**body, "messages": chats[0]}, headers=asked)
+    assert single.json()["id"] == "chatcmpl-batch_7" and figures(priced, "chatcmpl-batch_7")["tokens"] == 30
+
+
 def test_a_child_agent_drafts_from_its_parent_and_ends(priced: ModelServer) -> None:
     client = openai.OpenAI(base_url=priced.base_url, api_key="none")
     extra = {"ignore_eos": True, "vllm_xargs": {"agentspec_scope": "session"}}

@@ -111,7 +111,7 @@ ROUTES: dict[str, tuple[str, Callable[[str], dict[str, Any]], tuple[str, ...]]] 
     "batch": (
         "/v1/chat/completions/batch",
         lambda text: {"messages": [[{"role": "user", "content": text}]]},
-        ("chatcmpl-{}_0", "chatcmpl-{}"),
+        ("chatcmpl-{}",),
     ),
     "responses": ("/v1/responses", lambda text: {"input": text}, ("{}", "{}_0", "resp_{}_0", "resp_{}")),
     "messages": ("/v1/messages", lambda text: {"messages": [{"role": "user", "content": text}]}, ("chatcmpl-{}",)),

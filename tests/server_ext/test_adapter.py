@@ -20,6 +20,8 @@ def test_api_ids_lose_the_engines_decoration() -> None:
     assert vllm_adapter.api_request_id("1_cmpl-abc-0-deadbeef") == "cmpl-abc"
     assert vllm_adapter.api_request_id("resp_abc_0-deadbeef") == "resp_abc"
     assert vllm_adapter.api_request_id("resp_a_1_12-deadbeef") == "resp_a_1"
+    assert vllm_adapter.api_request_id("1_chatcmpl-job_7_0-deadbeef", batch=True) == "chatcmpl-job_7"
+    assert vllm_adapter.api_request_id("chatcmpl-job_7-deadbeef") == "chatcmpl-job_7"
     for given in ("", "a\nb", "c\n", "5", "-1"):  # what callers send as X-Request-Id or request_id
         assert vllm_adapter.api_request_id(f"cmpl-{given}-0-deadbeef") == f"cmpl-{given}"
         assert vllm_adapter.api_request_id(f"chatcmpl-{given}-deadbeef") == f"chatcmpl-{given}"

@@ -214,7 +214,7 @@ async def test_a_request_is_not_taken_for_the_one_before_it_on_its_connection() 
     middleware = frontend.CallerMiddleware(app)
 
     async def request(name: bytes) -> None:
-        await middleware({"type": "http", "headers": [(b"x-principal", name)]}, None, None)
+        await middleware({"type": "http", "path": "/", "headers": [(b"x-principal", name)]}, None, None)
 
     await request(b"ada")
     assert [presented and presented.all("x-principal") for presented in found] == [["ada"], ["bob"]]

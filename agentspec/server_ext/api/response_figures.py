@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentspec.server_ext.identity import FIGURES_HEADER
 from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.vllm_adapter.frontend import (
+    BATCH,
     ask_engines,
     engine_of,
     path_of,
@@ -37,7 +38,7 @@ logger = logging.getLogger("vllm.agentspec")
 
 FIELD = "agentspec"
 
-_PATHS = ("/v1/chat/completions", "/v1/completions")
+_PATHS = ("/v1/chat/completions", BATCH, "/v1/completions")
 _WAIT_SECONDS = 5.0
 """An engine answers between two steps; on a CPU a step with a full batch of prompts may take seconds."""
 _CONTEXT = 8

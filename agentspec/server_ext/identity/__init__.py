@@ -8,6 +8,7 @@
 """
 
 from agentspec.server_ext.identity.identity import (
+    BATCH_KEY,
     CALL_KEY,
     DETAIL_KEY,
     FIGURES_HEADER,
@@ -21,6 +22,7 @@ from agentspec.server_ext.identity.identity import (
 )
 
 __all__ = [
+    "BATCH_KEY",
     "CALL_KEY",
     "DETAIL_KEY",
     "FIGURES_HEADER",

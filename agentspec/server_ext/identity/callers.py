@@ -39,13 +39,15 @@ class Presented:
 
     headers: as ASGI gives them, names in lower case. verified: whether vLLM found its key among ``--api-key``; None:
     vLLM checks no keys. prediction: the tokens that it expects as its response. quotable: the tokens that its response
-    may quote, as the bytes of an int32 array. call: tells it from others that have the same ``X-Request-Id``.
+    may quote, as the bytes of an int32 array. batch: whether vLLM numbers its chats, each of them a request.
+    call: tells it from others that have the same ``X-Request-Id``.
     """
 
     headers: Sequence[tuple[bytes, bytes]]
     verified: bool | None = None
     prediction: tuple[int, ...] = ()
     quotable: bytes = b""
+    batch: bool = False
     call: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
     def all(self, name: str) -> list[str]:

@@ -42,10 +42,12 @@ QUOTABLE_KEY = "agentspec_quotable"
 """Key in ``extra_args`` of the tokens that a response may quote (``quotes``), as the bytes of an int32 array."""
 CALL_KEY = "agentspec_call"
 """Key in ``extra_args`` of what tells a request's API call from others with the same id (`Presented.call`)."""
+BATCH_KEY = "agentspec_batch"
+"""Key in ``extra_args`` of a request that is one of several chats of an API call (`Presented.batch`)."""
 FIGURES_HEADER = "x-agentspec-figures"
 """Header that asks for figures in the response: summary, or detailed, with the sources of the tokens."""
 
-_OUR_KEYS = (IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, CALL_KEY)  # which callers cannot set
+_OUR_KEYS = (IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, CALL_KEY, BATCH_KEY)  # which callers cannot set
 _ALL_CALLERS = "all callers"
 _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
 
@@ -119,6 +121,8 @@ class RequestTagger:
         tagged = {key: value for key, value in (extra_args or {}).items() if key not in _OUR_KEYS}
         if presented is not None:
             tagged[CALL_KEY] = presented.call
+        if presented is not None and presented.batch:
+            tagged[BATCH_KEY] = True
         if presented is not None and presented.prediction:
             tagged[PREDICTION_KEY] = list(presented.prediction)
         if presented is not None and presented.quotable:

@@ -25,6 +25,8 @@ logger = logging.getLogger("vllm.agentspec")
 
 ROUTES = "/v1/agentspec"
 """Path under which agentspec's HTTP routes lie."""
+BATCH = "/v1/chat/completions/batch"
+"""Path of vLLM's route for several chats in one call."""
 RPC_METHOD = "agentspec_rpc"
 """Name of the method on every worker that answers ``ask_engines``."""
 
@@ -32,6 +34,7 @@ _RPC_SECONDS = 5.0
 _CHILD_PREFIX = re.compile(r"^\d+_")
 _ENGINE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _PART_NUMBER = re.compile(r"^(cmpl-.*)-\d+$|^(resp_.*)_\d+$", re.DOTALL)
+_CHAT_NUMBER = re.compile(r"_\d+$")
 
 _PRESENTED = "agentspec_presented"
 _presented: ContextVar[Presented | None] = ContextVar(_PRESENTED, default=None)
@@ -40,13 +43,17 @@ _presented: ContextVar[Presented | None] = ContextVar(_PRESENTED, default=None)
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-def api_request_id(engine_request_id: str) -> str:
+def api_request_id(engine_request_id: str, *, batch: bool = False) -> str:
     """Return the id under which the API returned an engine's request.
 
     The engine adds a random suffix to that id, the sample's number in front (n > 1), and a part's number behind (a
     completions request may hold several prompts, a response several turns with vLLM's own tools).
+
+    batch: whether it is a chat of a call to `BATCH`. These are numbered, too, but other chats may have such ids.
     """
     plain = _ENGINE_SUFFIX.sub("", _CHILD_PREFIX.sub("", engine_request_id))
+    if batch:
+        return _CHAT_NUMBER.sub("", plain)
     return _PART_NUMBER.sub(lambda found: found[1] or found[2], plain)
 
 
@@ -157,7 +164,8 @@ class CallerMiddleware:
         if scope["type"] not in ("http", "websocket") or _PRESENTED in scope:
             await self.app(scope, receive, send)
         else:
-            await _handle(self.app, Presented(scope["headers"]), scope, receive, send)
+            sender = Presented(scope["headers"], batch=path_of(scope) == BATCH)
+            await _handle(self.app, sender, scope, receive, send)
 
 
 async def authenticate(original: Callable[..., Awaitable[None]], middleware: Any, scope: Any, *call: Any) -> None:
@@ -170,8 +178,9 @@ async def authenticate(original: Callable[..., Awaitable[None]], middleware: Any
         return
     from starlette.datastructures import Headers
 
-    sender = Presented(scope["headers"], verified=bool(middleware.verify_token(Headers(scope=scope))))
     path = path_of(scope)
+    verified = bool(middleware.verify_token(Headers(scope=scope)))
+    sender = Presented(scope["headers"], verified=verified, batch=path == BATCH)
     if not sender.verified and (path == ROUTES or path.startswith(f"{ROUTES}/")) and shows_admin_key(sender):
         await _handle(middleware.app, sender, scope, *call)
     else:

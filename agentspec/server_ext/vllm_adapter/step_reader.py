@@ -13,7 +13,7 @@ import numpy as np
 
 from agentspec.cache.arguments import MAX_VOCAB
 from agentspec.cache.policy import MAX_DRAFT
-from agentspec.server_ext.identity import CALL_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, identify
+from agentspec.server_ext.identity import BATCH_KEY, CALL_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, identify
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Repetition, Step
 from agentspec.server_ext.vllm_adapter.frontend import api_request_id
 
@@ -219,7 +219,7 @@ class StepReader:
             tokens[row, : len(state.prompt_token_ids)],
             identify(extra),
             sorted(end_tokens(params)),
-            api_id=api_request_id(request_id),
+            api_id=api_request_id(request_id, batch=bool(extra.get(BATCH_KEY))),
             call=str(extra.get(CALL_KEY, "")),
             detailed=bool(extra.get(DETAIL_KEY)),
             # These are text, and vLLM prints the parameters of all requests when an engine fails.
