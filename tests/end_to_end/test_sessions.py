@@ -1,5 +1,6 @@
 """Session ids by all three ways; turn 2 drafts from turn 1; figures by request; bad ids."""
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -80,6 +81,24 @@ def test_nothing_behind_a_stop_text_counts_or_is_kept(priced: ModelServer, strea
     wait_for(lambda: all_stored(priced))
     (turn,) = priced.get(f"/v1/agentspec/sessions/{name}")["turns"]
     assert len(turn["response"]) == said
+
+
+def test_a_response_with_a_stop_text_whose_caller_leaves_is_kept_at_once(priced: ModelServer) -> None:
+    """The server has nothing else to do then, and no later step tells that nobody will say how long it was."""
+    name = "left-by-its-caller"
+    body = {"model": "demo", "prompt": code(270, 12), "temperature": 0, "max_tokens": 700, "ignore_eos": True}
+    body |= {"stop": ["never said"], "stream": True, "return_token_ids": True, "session_id": name}
+    said = 0
+    with httpx.stream("POST", f"{priced.base_url}/completions", json=body, timeout=600) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                said += len(json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"])
+            if said > 20:
+                break
+    counters = "started", "finished"
+    wait_for(lambda: len({priced.stats()["counters"][each] for each in counters}) == 1)
+    (turn,) = priced.get(f"/v1/agentspec/sessions/{name}")["turns"]
+    assert said <= len(turn["response"]) < 700
 
 
 def test_a_batch_of_chats_has_the_figures_of_all_of_them(priced: ModelServer) -> None:

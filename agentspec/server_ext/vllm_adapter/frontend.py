@@ -31,6 +31,7 @@ RPC_METHOD = "agentspec_rpc"
 """Name of the method on every worker that answers ``ask_engines``."""
 
 _RPC_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 _CHILD_PREFIX = re.compile(r"^\d+_")
 _ENGINE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _PART_NUMBER = re.compile(r"^(cmpl-.*)-\d+$|^(resp_.*)_\d+$", re.DOTALL)
@@ -239,6 +240,29 @@ class ResponseLengths:
     def __init__(self, engine_client: Any) -> None:
         self._client = engine_client
         self._telling = set[asyncio.Task[Any]]()
+        self._open: dict[str, Any] = {}  # detokenizers of responses that go on, by the engine's request ids
+        self._looking = False
+
+    def watch(self, responses: Mapping[str, Any]) -> None:
+        """Watch responses that have got tokens, and tell the lengths of those that have ended.
+
+        responses: vLLM's detokenizers, by the engine's request ids. Where a caller has gone, vLLM drops the request
+        without more output, so this looks for such once a second. An engine without work would wait for ever to be
+        told how long that response was, and keep nothing of it.
+        """
+        self._open.update(responses)
+        running = self._client.output_processor.request_states
+        ended = {name: text for name, text in self._open.items() if name not in running}
+        if ended:
+            self._open = {name: text for name, text in self._open.items() if name in running}
+            self.tell({name: text.num_output_tokens() for name, text in ended.items()})
+        if self._open and not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        self.watch({})
 
     def tell(self, lengths: Mapping[str, int]) -> None:
         """Tell the lengths of responses that have ended, by the engine's request ids. Never waits or raises."""
@@ -268,9 +292,8 @@ def process_outputs(original: Callable[..., Any], processor: Any, outputs: Seque
         if state is not None and getattr(state.detokenizer, "stop", None):
             watched[output.request_id] = state.detokenizer
     result = original(processor, outputs, *args, **kw)
-    ended = {name: text for name, text in watched.items() if name not in processor.request_states}
-    if ended:
-        lengths.tell({name: text.num_output_tokens() for name, text in ended.items()})
+    if watched:
+        lengths.watch(watched)
     return result
 
 
