@@ -221,6 +221,31 @@ async def test_a_request_is_not_taken_for_the_one_before_it_on_its_connection() 
     assert frontend.presented() is None
 
 
+async def test_engines_hear_of_a_response_whose_caller_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend, "_LOOK_SECONDS", 0.01)
+    told = []
+
+    class Client(EngineClient):
+        async def _call_utility_async(
+            self, name: str, method: str, limit: Any, question: Any, kw: Any, engine: int
+        ) -> Any:
+            told.append((engine, *question))
+            return [None]
+
+    client: Any = Client(Settings(store="memory://"))
+    states = {"left": 1, "stays": 1}
+    client.output_processor = SimpleNamespace(request_states=states)
+    lengths = frontend.ResponseLengths(client)
+    lengths.watch({name: SimpleNamespace(num_output_tokens=lambda: 7) for name in states})
+    await asyncio.sleep(0.1)
+    assert not told
+    del states["left"]
+    async with asyncio.timeout(60):
+        while len(told) < 2:
+            await asyncio.sleep(0.01)
+    assert told == [(engine, "lengths", {"left": 7}) for engine in (0, 1)]
+
+
 def test_nothing_is_logged_of_a_question_that_is_given_up() -> None:
     """A request that ends while the server stops waits for nobody's answer any more."""
     logged: list[Any] = []
