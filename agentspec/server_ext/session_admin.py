@@ -26,6 +26,8 @@ _MOST_JOBS = 256
 """Jobs whose answers were not fetched yet, at most."""
 _ABANDONED_SECONDS = 5.0
 """Time without a poll after which an asker counts as gone. The routes poll every quarter of a second."""
+_FLUSH_SECONDS = 1.0
+"""Longest wait for the turns that are queued for the store, before it is asked. They take that long if it is away."""
 _PART_BYTES = 256 * 1024
 """Bytes of records that one answer holds, because the engine passes it on between two steps."""
 
@@ -127,7 +129,12 @@ class SessionAdmin:
             "write": self._write,
             "tenants": self._tenants,
         }
-        return (self._persistence.submit(lambda store: jobs[what](store, *args), owner),)
+
+        def run(store: Store) -> Any:
+            self._persistence.flush(_FLUSH_SECONDS)  # so that the store has what was said just now
+            return jobs[what](store, *args)
+
+        return (self._persistence.submit(run, owner),)
 
     def _erase(self, owner: str | None, session: str, tenants: Sequence[str | None]) -> tuple[Future[Any], ...]:
         """Erase a session from cache, traces, step record, snapshots and store."""

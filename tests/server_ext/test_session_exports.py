@@ -40,6 +40,15 @@ class TestExportAndImport:
         assert server.call(BOB, "GET", "copy/of one").json()["turns"] == turns
         assert server.listed(BOB) == ["copy/of one"]
 
+    def test_what_was_said_just_now_is_in_the_store_when_somebody_asks(self, start: Start) -> None:
+        server = start(ADA, engines=1)
+        for number in range(20):
+            name = f"session {number}"
+            server.start(name, server.identity(ADA, name), PROMPT, TEXT)
+            server.end(name, len(TEXT))
+            assert len(server.call(ADA, "GET", name).json()["turns"]) == 1
+            assert name in server.listed(ADA)
+
     def test_another_sessions_text_stays_out_of_an_export(self, start: Start, tmp_path: Path) -> None:
         """As where another file was copied over the SQLite file in use, so that entries and payloads do not fit."""
         server = start(ADA, BOB)

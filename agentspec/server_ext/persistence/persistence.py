@@ -239,6 +239,10 @@ class Persistence:
         """
         return self._jobs.submit(job, owner)
 
+    def flush(self, seconds: float) -> None:
+        """Wait until the store has all turns saved so far, or for ``seconds``. Not for the engine's thread."""
+        self._writer.flush(seconds)
+
     def stats(self) -> dict[str, Any]:
         """Return the state of writer, loader and follower, as JSON.
 
