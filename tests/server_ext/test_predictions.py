@@ -80,6 +80,18 @@ def test_it_reaches_the_engine_and_usage_has_its_figures(start: Start, content: 
     assert plain["usage"] == USAGE and seen[1] == ({"messages": []}, None)
 
 
+def test_a_tokenizer_that_fails_costs_no_answer(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Tokenizers of some models refuse texts with special tokens. It was an error 500, where vLLM answers."""
+    server, engine, seen = serve(start)
+    engine.get_tokenizer = lambda: SimpleNamespace(encode=lambda *_, **__: 1 // 0)  # type: ignore[attr-defined]
+    body = {"messages": [], "prediction": PREDICTION}
+    with caplog.at_level("ERROR", "vllm.agentspec"):
+        answers = [server.post("/v1/chat/completions", json=body) for _ in range(2)]
+    assert [(answer.status_code, answer.json()["usage"]) for answer in answers] == [(200, USAGE)] * 2
+    assert seen == [(body, None)] * 2
+    assert caplog.text.count("cannot be read; such requests draft without it") == 1
+
+
 def test_what_lies_behind_a_stop_text_is_not_accepted(start: Start) -> None:
     """vLLM finds stop texts in the API server, when the engine has accepted what follows."""
     server, _, _ = serve(start)

@@ -52,23 +52,29 @@ class BodyMiddleware:
             await self._app(scope, replayed, send)
 
     def _drafts_from(self, engine: Any, body: bytes, predicts: bool) -> tuple[Sequence[int], Int32]:
-        """Return the tokens of the prediction in a body, and of what the response may quote; only one of them."""
+        """Return the tokens of the prediction in a body, and of what the response may quote; only one of them.
+
+        Raises InvalidInputError for an unusable prediction.
+        """
         tokenizer = tokenizer_of(engine)
         if tokenizer is None:  # vLLM answers no chats then
             return _NOTHING
         known = engine.vllm_config.model_config.get_vocab_size()  # a tokenizer may have more: placeholders of images
-        if predicts and (prediction := read_prediction(body, tokenizer)):
-            return [token for token in prediction if token < known], _NOTHING[1]
         if self._quotes is None:
             settings = load_settings(engine.vllm_config.additional_config)
             self._quotes = Quotes(tokenizer, settings.quote_tokens if settings.enabled else 0)
         try:
+            if predicts and (prediction := read_prediction(body, tokenizer)):
+                return [token for token in prediction if token < known], _NOTHING[1]
             quotable = self._quotes.read(body)
             return (), quotable[quotable < known]
+        except InvalidInputError:
+            raise
         except Exception:  # a tokenizer may raise anything, and vLLM may answer all the same
             if not self._failed:
                 self._failed = True
-                logger.exception("agentspec: what responses may quote cannot be read; such requests draft without it")
+                what = "predictions or what responses may quote cannot be read"
+                logger.exception("agentspec: %s; such requests draft without it", what)
             return _NOTHING
 
 
