@@ -25,6 +25,7 @@ from agentspec.errors import AgentSpecError, InvalidInputError, first_line
 logger = logging.getLogger(__name__)
 
 Tokenize = Callable[[str], Sequence[int]]
+"""Function that returns a text's token ids. Raises InvalidInputError for a text that it refuses."""
 
 _LINES_AT_ONCE = 64 << 10
 """Characters of plain text, about, that are tokenized as one text: whole lines."""
@@ -171,7 +172,10 @@ def _tokens_of(value: Any, tokenize: Tokenize | None) -> Int32Array:
                 raise InvalidInputError(f"{name}: give a string, not {type(text).__name__}")
             if tokenize is None:
                 raise InvalidInputError(f"{name}: the server has no tokenizer; give token_ids")
-            tokens.extend(tokenize(text))
+            try:
+                tokens.extend(tokenize(text))
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{name}: {error}") from error
     if not tokens:
         raise InvalidInputError(f"none of {', '.join(_TOKEN_FIELDS + _TEXT_FIELDS)} is there")
     return as_tokens(tokens, "tokens", MAX_VOCAB)

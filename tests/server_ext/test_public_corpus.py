@@ -4,6 +4,7 @@ import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,10 @@ from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.public_corpus import PublicCorpus
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
+from agentspec.server_ext.vllm_adapter.runner import _tokenizer
 from tests.store.helpers import LOGS
+
+from .session_server import MODEL
 
 WORDS = list(range(100, 130))
 
@@ -99,6 +103,25 @@ def test_a_bad_line_is_skipped_and_named(tmp_path: Path, bad: str, why: str, cap
     assert (stats["state"], stats["texts"], stats["skipped"]) == ("ready", 1, 1)
     assert "line 1" in caplog.text and why in caplog.text and "some.jsonl" in caplog.text
     assert drafts(cache, WORDS[:20]) == WORDS[20:23]
+
+
+def test_a_text_that_the_tokenizer_refuses_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It cost the whole file."""
+    model = SimpleNamespace(
+        skip_tokenizer_init=False, tokenizer=str(MODEL), tokenizer_revision=None, trust_remote_code=False
+    )
+    content = "\n".join(json.dumps({"text": text}) for text in ("half a pair: \ud83d", "all is well", "\udc00"))
+    _, stats = load(tmp_path / "some.jsonl", content, tokenize=_tokenizer(model))
+    assert (stats["state"], stats["texts"], stats["skipped"]) == ("ready", 1, 2)
+    assert "line 1: skipped: text: the tokenizer refuses it" in caplog.text
+
+
+def test_a_tokenizer_that_cannot_be_loaded_costs_the_corpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = SimpleNamespace(
+        skip_tokenizer_init=False, tokenizer=str(tmp_path), tokenizer_revision=None, trust_remote_code=False
+    )
+    _, stats = load(tmp_path / "some.txt", TEXT, tokenize=_tokenizer(model))
+    assert stats["state"] == "failed" and "not used" in caplog.text
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

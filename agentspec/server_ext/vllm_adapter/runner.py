@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, cast
 
 from agentspec.cache.store import LogNames, open_store, snapshot_path
-from agentspec.errors import SpeculatorError
+from agentspec.errors import InvalidInputError, SpeculatorError, first_line
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity.server_secrets import keep_secret, server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
@@ -385,7 +385,14 @@ def _tokenizer(model_config: Any) -> Tokenize | None:
         revision, trusted = model_config.tokenizer_revision, model_config.trust_remote_code
         return AutoTokenizer.from_pretrained(model_config.tokenizer, revision=revision, trust_remote_code=trusted)
 
-    return lambda text: cast(list[int], load().encode(text, add_special_tokens=False))
+    def tokenize(text: str) -> list[int]:
+        tokenizer = load()
+        try:
+            return cast(list[int], tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:  # the libraries raise whatever they like, e.g. for half of a surrogate pair
+            raise InvalidInputError(f"the tokenizer refuses it: {first_line(error)}") from error
+
+    return tokenize
 
 
 def served_model_key(vllm_config: Any) -> str:
