@@ -211,6 +211,24 @@ def test_a_question_too_many_is_refused_and_no_other_is_forgotten(
     assert admin.begin("job257", None, "tenants", session) == {} and len(admin._jobs) == 1
 
 
+def test_an_engine_is_asked_while_another_takes_its_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer was forgotten: an asker that says nothing for seconds counts as gone."""
+    monkeypatch.setattr(session_routes, "_WAIT_SECONDS", 2.0)
+    server = start(ADA)
+    server.say(server.identity(ADA, "one"))
+    slow, other = (engine._sessions for engine in server.engines)
+    asked: list[str] = []
+    poll_slow, poll_other = slow.poll, other.poll
+
+    def polled(job: str, offset: int = 0) -> dict[str, Any]:
+        asked.append(job)
+        return poll_other(job, offset)
+
+    monkeypatch.setattr(other, "poll", polled)
+    monkeypatch.setattr(slow, "poll", lambda job, offset=0: poll_slow(job, offset) if job in asked else {})
+    assert server.listed(ADA) == ["one"]
+
+
 def test_no_engine_waits_for_a_store_that_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_routes, "_WAIT_SECONDS", 1.0)
     server = start(ADA, url="redis://:hunter2-hunter2@127.0.0.1:1/0", engines=1)

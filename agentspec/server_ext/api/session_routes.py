@@ -196,7 +196,8 @@ async def _run(engine: Any, owner: Identity, what: str, *args: Any, engines: Seq
     numbers = engine_numbers(engine) if engines is None else engines
     for number in numbers:
         await _ask(engine, number, "begin", job, owner.principal, what, *args)
-    return [await _value(engine, number, job) for number in numbers]
+    # All at once, because an engine that is not asked for seconds takes the asker for gone.
+    return await asyncio.gather(*(_value(engine, number, job) for number in numbers))
 
 
 async def _value(engine: Any, number: int, job: str) -> Any:
