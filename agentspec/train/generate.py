@@ -1,6 +1,7 @@
 """Answer prompts with the target in offline vLLM, and write them to a file of recorded calls."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,8 @@ def _answered(out: Path) -> int:
     if not out.exists():
         return 0
     content = out.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        out.write_bytes(whole)
-    return whole.count(b"\n")
+    os.truncate(out, content.rfind(b"\n") + 1)
+    return content.count(b"\n")
 
 
 def _engine(source: PromptsSource, model: Model, seed: int) -> Any:

@@ -62,7 +62,8 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
     }
     with writable(out / "pytorch_model.bin"):
         save_speculator(trainer.speculator.to(run.target.dtype), out)
-    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    with replacing(out / REPORT) as part:
+        part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     trainer.forget()
     return report
 

@@ -1,5 +1,6 @@
 """The command on a small target: what it writes, that it learns, and that cutting it off changes nothing."""
 
+import errno
 import json
 import re
 import resource
@@ -233,6 +234,27 @@ def test_a_full_disk_is_named_with_the_file_and_the_run_goes_on(
         train(TrainingConfig.model_validate(settings), QUIET)
     monkeypatch.setattr(place, name, write)
     assert train(TrainingConfig.model_validate(settings), QUIET)["training"]["steps"] == 2
+
+
+@pytest.mark.parametrize("full", ["config.json", "report.json"])
+def test_a_disk_that_is_full_at_the_end_leaves_no_half_of_a_file(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    """The next run took the half for a finished speculator, or for another model, and refused the folder."""
+    settings["train_iters"] = 1
+    write = Path.write_text
+
+    def write_half(path: Path, text: str, **more: Any) -> int:
+        if path.name.startswith(full):
+            write(path, text[:9], **more)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_half)
+        with pytest.raises(OSError, match="No space left"):
+            train(TrainingConfig.model_validate(settings), QUIET)
+    assert train(TrainingConfig.model_validate(settings), QUIET)["training"]["steps"] == 1
 
 
 def test_another_model_is_not_written_over(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentspec.errors import SpeculatorError, first_line
-from agentspec.files import is_path
+from agentspec.files import is_path, replacing
 from agentspec.server_ext.speculator.config import SpeculatorConfig
 from agentspec.server_ext.speculator.models import Speculator, build_speculator
 
@@ -93,10 +93,10 @@ def save_speculator(speculator: Speculator, folder: str | Path) -> None:
         tensors[DRAFT_VOCABULARY] = own[DRAFT_VOCABULARY]
     dtype = str(own["heads.0.weight"].dtype).removeprefix("torch.")
     values = json.dumps({**speculator.config.to_json(), "torch_dtype": dtype}, indent=2)
-    unfinished = folder / "pytorch_model.bin.unfinished"
-    torch.save(tensors, unfinished)
-    unfinished.replace(folder / "pytorch_model.bin")
-    (folder / "config.json").write_text(values + "\n", encoding="utf-8")
+    with replacing(folder / "pytorch_model.bin") as file:
+        torch.save(tensors, file)
+    with replacing(folder / "config.json") as file:
+        file.write_text(values + "\n", encoding="utf-8")
 
 
 def find_folder(path_or_id: str | Path) -> Path:
