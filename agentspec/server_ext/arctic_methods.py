@@ -118,7 +118,8 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
         settings["arctic_suffix_rule"] = rule
     if rule and _cached_requests(config) == 0:
         settings["scope"] = "none"
-    longest = _number(config, "suffix_speculative_tokens", 0) if "suffix_speculative_tokens" in config else 0
+    has_length = config.get("suffix_speculative_tokens") is not None
+    longest = _number(config, "suffix_speculative_tokens", 0) if has_length else 0
     return Translation(longest or _at_least(tokens or 0, max_draft), settings)
 
 

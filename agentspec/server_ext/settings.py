@@ -299,7 +299,7 @@ def json_object(name: str, text: str, what: str = "a JSON object") -> dict[str, 
     """Return the JSON object that an option or a variable holds. Raises ConfigurationError if it is none."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigurationError(f"{name} must be {what}, got {type(value).__name__}")

@@ -42,6 +42,7 @@ def test_arctic_alone_drafts_without_the_suffix_indexes() -> None:
 def test_suffix_drafts_beside_arctic_may_be_longer() -> None:
     assert translate({**ARCTIC, "suffix_speculative_tokens": 64}).max_draft == 64
     assert translate({**ARCTIC, "num_speculative_tokens": 20}, 16).max_draft == 20
+    assert translate({**ARCTIC, "suffix_speculative_tokens": None}, 16).max_draft == 16  # as other keys without a value
 
 
 def test_arctic_with_a_parameter_of_the_rule_drafts_by_the_rule() -> None:

@@ -52,6 +52,7 @@ def test_settings_in_the_environment_apply_where_the_engine_has_none() -> None:
     assert (settings.scope, settings.max_draft) == ("session", 2)
     for wrong, message in (
         ("{", "AGENTSPEC_SETTINGS is not JSON"),
+        ("[" * 100_000, "AGENTSPEC_SETTINGS is not JSON"),
         ("[1]", "must be a JSON object of settings, got list"),
         ('{"max_draft": 0}', "max_draft"),
     ):
