@@ -1,5 +1,6 @@
 """Read files of lines that gzip may have compressed; write files that are whole or not there, or hold private text."""
 
+import errno
 import gzip
 import os
 import stat
@@ -37,6 +38,14 @@ def read_lines(path: Path, progress: Callable[[int], None] = lambda read: None) 
 def is_path(name: str) -> bool:
     """Return whether ``name`` can only be meant as a path. OWNER/NAME may be a repository of a hub, s3://… is none."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or (name.count("/") > 1 and "://" not in name)
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return a path with a home folder in place of ``~`` or ``~USER``. Raises OSError where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise OSError(errno.ENOENT, "there is no such home folder", str(path)) from None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 from agentspec.client.reply import Reply
 from agentspec.errors import ConfigurationError
-from agentspec.files import create_private
+from agentspec.files import create_private, expand_home
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class ReplyRecord:
     def __init__(self, path: str | Path) -> None:
         if not path or not isinstance(path, str | Path):
             raise ConfigurationError(f"record: the name of a file is needed, not {path!r}")
-        path = Path(path).expanduser()
+        path = expand_home(path)
         if warning := create_private(path):
             logger.warning("agentspec: record: %s", warning)
         # Half a surrogate pair becomes a JSON escape. Gateways divide characters between chunks.

@@ -317,6 +317,12 @@ class TestLaunch:
         with pytest.raises(ConfigurationError, match="give a file of public texts that exists"):
             load_settings({"agentspec": {"public": "a" * 5000}}, {})
 
+    @pytest.mark.parametrize("name", ["record", "api_keys_file"])
+    def test_a_home_folder_that_is_not_there_is_named(self, name: str) -> None:
+        """In a container ``~`` may be none. It was a traceback."""
+        with pytest.raises(ConfigurationError, match=rf"{name} ~nobody-here/file: .*there is no such home folder; "):
+            serve_arguments([], {name: "~nobody-here/file"}, 8, {})
+
     def test_a_pipe_without_a_reader_does_not_hold_up_the_start(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
         with pytest.raises(ConfigurationError, match=r"record .*pipe: cannot be written"):

@@ -250,6 +250,8 @@ def test_files_that_are_no_weights_are_named(content: Any, name: str, tmp_path: 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(SpeculatorError, match="no such folder"):
         load_speculator(tmp_path / "nowhere")
+    with pytest.raises(SpeculatorError, match="~nobody-here/s: there is no such home folder; write"):
+        load_speculator("~nobody-here/s")
     folder = lstm().write(tmp_path / "speculator")
     with pytest.raises(SpeculatorError, match="a file; give the folder"):
         load_speculator(folder / "config.json")

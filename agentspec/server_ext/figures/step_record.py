@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError, StoreError
+from agentspec.files import expand_home
 
 logger = logging.getLogger(__name__)
 
@@ -111,14 +112,14 @@ class StepRecord:
 
 def make_record(path: str | Path) -> Path:
     """Make an empty step record where there is none. Raises ConfigurationError if the file cannot be written."""
-    file = Path(path).expanduser()
     try:
+        file = expand_home(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         # It names sessions. A pipe without a reader is an error here, and would let the start wait.
         os.close(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
         return file
     except OSError as error:
-        raise ConfigurationError(f"record {file}: cannot be written: {error.strerror}; name another file") from None
+        raise ConfigurationError(f"record {path}: cannot be written: {error.strerror}; name another file") from None
 
 
 def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from agentspec.cache.store import mac
 from agentspec.errors import ConfigurationError, InvalidSessionError
+from agentspec.files import expand_home
 from agentspec.identifiers import check_session_id
 from agentspec.server_ext.identity.server_secrets import admin_key, sha256
 from agentspec.server_ext.settings import Settings
@@ -143,7 +144,10 @@ class ApiKeysFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        try:
+            self.path = expand_home(path)
+        except OSError as error:
+            raise ConfigurationError(f"api_keys_file {path}: {error.strerror}; write the path out") from None
         self._seen = self._state()
         self._tenants = self._read()
         self._looked = time.monotonic()

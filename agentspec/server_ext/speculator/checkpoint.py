@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentspec.errors import SpeculatorError, first_line
-from agentspec.files import is_path, replacing
+from agentspec.files import expand_home, is_path, replacing
 from agentspec.server_ext.speculator.config import SpeculatorConfig
 from agentspec.server_ext.speculator.models import Speculator, build_speculator
 
@@ -104,7 +104,10 @@ def find_folder(path_or_id: str | Path) -> Path:
 
     Raises SpeculatorError with the remedy.
     """
-    folder = Path(path_or_id).expanduser()
+    try:
+        folder = expand_home(path_or_id)
+    except OSError as error:
+        raise SpeculatorError(f"speculator {path_or_id}: {error.strerror}; write the folder out") from None
     if folder.is_dir():
         return folder
     if folder.exists():
