@@ -63,6 +63,7 @@ def prune(
 
         from agentspec.server_ext.speculator import load_speculator, save_speculator
         from agentspec.server_ext.speculator.vocabulary import choose_vocabulary, prune_head, special_tokens
+        from agentspec.train.corpus import writable
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out}: is there and not an empty folder; name another")
@@ -79,7 +80,8 @@ def prune(
         for each in (counts, rest)
     )
     reduced = prune_head(whole, keep)
-    save_speculator(reduced, out)
+    with writable(out / "pytorch_model.bin"):
+        save_speculator(reduced, out)
     before, after = (_facts(each)["bytes_a_position"] for each in (whole, reduced))
     figures = {
         "tokens": int(counts.responses.sum()),

@@ -1,11 +1,13 @@
 """``agentspec speculator`` on a real store and a real tokenizer."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from agentspec.cache.store import (
     LogNames,
@@ -80,6 +82,28 @@ def test_prune_keeps_what_the_tenant_says(
     assert (shown["kind"], shown["draft_vocab_size"], shown["vocab_size"]) == ("lstm", 64, VOCAB)
     assert shown["head_bytes"] == 64 * 32 * 4
     assert shown["projection_bytes"] == 4 * 32 * 32 * 4
+
+
+def test_prune_on_a_full_disk_is_named_and_can_be_repeated(
+    store: str, speculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a traceback, and what it left in the folder made the next call refuse it."""
+    options = ("--store", store, "--model", MODEL, "--tenant", "acme", "--size", 64)
+    save = torch.save
+
+    def save_on_full_disk(values: Any, path: Path) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        try:
+            save(values, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", save_on_full_disk)
+        status, printed = run(patch, capsys, "prune", speculator, tmp_path / "out", *options)
+    assert status == 2 and "pytorch_model.bin: cannot be written" in printed and "make room on its disk" in printed
+    assert run(monkeypatch, capsys, "prune", speculator, tmp_path / "out", *options)["kept"] == 64
 
 
 @pytest.mark.parametrize(
