@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Response
 from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Mount
 
 from agentspec.cache import SOURCES
 from agentspec.server_ext.api import prometheus
@@ -158,6 +160,18 @@ class Scraped:
         monkeypatch.setattr(prometheus, "ask_engines", ask)
         monkeypatch.setattr(frontend, "uses_agentspec", lambda config: True)
         self.app, self.client = app, TestClient(app)
+
+
+def test_a_scrape_of_the_other_path_has_them_too(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    """vLLM mounts an app of prometheus_client there, which gives Prometheus compressed OpenMetrics."""
+    scraped = Scraped(monkeypatch, lambda: [engine.proposer.stats()])
+    mounted = Mount("/metrics", make_asgi_app(registry=CollectorRegistry()))
+    mounted.path_regex = re.compile("^/metrics(?P<path>.*)$")
+    scraped.app.routes.append(mounted)
+    headers = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain;q=0.5", "Accept-Encoding": "gzip"}
+    answer = scraped.client.get("/metrics/", headers=headers)
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert of(read(answer.content), "agentspec_steps_total") > 0
 
 
 def test_a_scrape_has_vllms_figures_and_ours(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:

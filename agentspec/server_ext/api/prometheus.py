@@ -23,6 +23,8 @@ Stats = Mapping[str, Any]
 """One engine's answer to ``stats``."""
 
 _PATHS = frozenset({"/metrics", "/metrics/"})
+_NEGOTIATED = (b"accept", b"accept-encoding")
+"""Headers by which a scraper asks for OpenMetrics, or for compression, which vLLM gives at ``/metrics/`` alone."""
 _ASK_SECONDS = 2.0
 _FRESH_SECONDS = 1.0
 """Age up to which figures are shown again. Anybody may read /metrics, and asking an engine takes time of its steps."""
@@ -143,6 +145,8 @@ class MetricsMiddleware:
             await send(start)
             await send({"type": "http.response.body", "body": body})
 
+        if engine_of(scope["app"]) is not None:  # ask for plain text, which ours can be added to
+            scope = {**scope, "headers": [item for item in scope["headers"] if item[0] not in _NEGOTIATED]}
         await self._app(scope, receive, collect)
 
     async def _ours(self, app: Any) -> bytes:
@@ -228,7 +232,7 @@ def _values(engines: Sequence[tuple[str, Stats]], figure: _Figure) -> Iterator[t
 
 
 def _is_plain_text(start: Message) -> bool:
-    headers = dict(start["headers"])
+    headers = {name.lower(): value for name, value in start["headers"]}  # prometheus_client has capitals in them
     plain = headers.get(b"content-type", b"").startswith(b"text/plain")
     return bool(start["status"] == 200 and plain and b"content-encoding" not in headers)
 
