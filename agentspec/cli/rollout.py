@@ -51,11 +51,11 @@ def rollout(
     out: Annotated[Path, typer.Option(help="Samples, a JSON line each. Run again to go on with this file.")] = Path(
         "rollouts.jsonl"
     ),
-    samples: Annotated[int, typer.Option(help="Answers for each problem and epoch.")] = 8,
-    epochs: Annotated[int, typer.Option(help="How often to go through the problems.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Answers for each problem and epoch.")] = 8,
+    epochs: Annotated[int, typer.Option(min=1, help="How often to go through the problems.")] = 1,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="As for vLLM.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 1024,
     seed: Annotated[
         int | None, typer.Option(help="Makes a --plain rollout repeatable, at some cost in large batches.")
     ] = None,

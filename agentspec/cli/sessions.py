@@ -56,7 +56,7 @@ def list_sessions(
     if as_json:
         typer.echo(json.dumps(found))
         return
-    table = Table(Column("session", overflow="fold"), "tokens", "turns", "bytes in memory", "last used", "group")
+    table = Table(Column("session", overflow="fold"), "tokens", "turns", "bytes in the store", "last used", "group")
     with reading("sessions"):
         for session in found["sessions"]:
             numbers = [f"{session[name]:,}" for name in ("tokens", "turns", "bytes")]

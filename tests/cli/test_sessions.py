@@ -58,6 +58,7 @@ def sessions(agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch
 
 def test_a_list_shows_the_callers_sessions(sessions: Sessions, server: Server) -> None:
     status, printed = sessions("list")
+    assert "bytes in the store" in printed
     assert status == 0 and "fix-42" in printed and "bobs" not in printed
     assert str(len(PROMPT) + len(TEXT)) in printed
     (session,) = json.loads(sessions("list", "--json")[1])["sessions"]

@@ -177,7 +177,7 @@ def test_a_file_that_cannot_hold_samples_is_named(
         (("--max-tokens", "99999999999999999999"), "max_tokens: at most 2,147,483,647 expected"),
         (("--reward-timeout", "nan", "--reward", "builtins:max"), "--reward-timeout nan: seconds above 0 expected"),
         (("--reward-timeout", "5"), "--reward-timeout has no effect without --reward"),
-        (("--ray", "0"), "Invalid value for '--ray'"),
+        *(((name, "0"), f"Invalid value for '{name}'") for name in ("--ray", "--samples", "--epochs", "--max-tokens")),
     ],
 )
 def test_a_number_that_cannot_work_is_named_before_vllms_start(
