@@ -151,13 +151,12 @@ class SessionAdmin:
                 left.append(error)
             return held
 
-        def tell(store: Store) -> None:
-            for error in left:
-                raise error
-
-        blanked = self._blank(session)
         erasure = self._persistence.erase(session, tenants, forget, owner)
-        return erasure, self._persistence.submit(tell, owner), *blanked
+        # Not before, because an erasure that is refused must change nothing.
+        blanked = self._blank(session)
+        snapshots: Future[None] = Future()
+        erasure.add_done_callback(lambda _: snapshots.set_exception(left[0]) if left else snapshots.set_result(None))
+        return erasure, snapshots, *blanked
 
     def _blank(self, session: str) -> tuple[Future[None], ...]:
         """Remove a session from traces and the step record. Later lines about its requests do not name it."""

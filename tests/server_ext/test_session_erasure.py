@@ -14,6 +14,7 @@ from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 
 from agentspec.cache.store import open_store
+from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 
@@ -71,6 +72,22 @@ class TestErasure:
         assert server.erase(ADA, "one").json()["complete"]
         assert not snapshot.exists()
         assert keeper.save() and stored(snapshot, TEXT) and not stored(snapshot, secret[8:])
+
+    def test_an_erasure_that_is_refused_changes_nothing(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A running request forgot its session, and what it said never reached the store."""
+        server = start(ADA, engines=1)
+        ada = server.identity(ADA, "one")
+        server.start("running", ada, [9], TEXT)
+
+        def refuse(*_: object) -> None:
+            raise StoreUnavailableError("64 jobs wait for the store already; try again later")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server.engines[0]._persistence, "erase", refuse)
+            assert server.call(ADA, "DELETE", "one").status_code == 503
+        server.end("running", len(TEXT))
+        server.wait(lambda: server.listed(ADA) == ["one"])
+        assert server.draws_on(ada)
 
     def test_a_guessed_name_of_anothers_session_erases_nothing(self, start: Start) -> None:
         server = start(ADA, BOB)
