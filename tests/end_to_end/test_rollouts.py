@@ -177,7 +177,7 @@ def test_a_rollout_whose_engine_is_killed_ends(folder: Path) -> None:
     [
         (["--reward", "nowhere:score"], "--reward nowhere:score: No module"),
         (["--reward", "json"], "give it as module:function"),
-        (["--samples", "0"], "samples: at least 1"),
+        (["--samples", "0"], "Invalid value for '--samples'"),
         (["--engine", "{"], "--engine is not JSON"),
         (["--store", "ftp://x"], "unknown kind of store"),
     ],
