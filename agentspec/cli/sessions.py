@@ -195,8 +195,8 @@ def _parts(exported: bytes) -> list[bytes]:
             size = 0
         parts[-1].append(turn)
         size += len(turn)
-    head = json.dumps(session)[:-1]
-    return [f'{head}, "turns": [{", ".join(part)}]}}'.encode() for part in parts]
+    others = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in session.items())
+    return [f'{{{others}"turns": [{", ".join(part)}]}}'.encode() for part in parts] or [exported]
 
 
 def _error_of_whole(error: AgentSpecError, imported: int) -> AgentSpecError:

@@ -114,6 +114,20 @@ def long_file(sessions: Sessions, server: Server, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.parametrize(
+    ("content", "field"), [({"turns": [{}, {}]}, "version: Field required"), ({"turns": [], "x": 1}, "version: Field")]
+)
+def test_a_long_file_that_lacks_fields_is_refused_by_them(
+    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any], field: str
+) -> None:
+    """It was said to be no JSON, and one without turns was taken."""
+    monkeypatch.setattr("agentspec.cli.sessions._PART_BYTES", 4)
+    file = tmp_path / "some.json"
+    file.write_text(json.dumps(content))
+    status, printed = sessions("import", "copy", str(file))
+    assert status == 2 and field in printed
+
+
 def test_a_session_that_is_too_long_for_one_call_goes_in_parts(
     sessions: Sessions, server: Server, long_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
