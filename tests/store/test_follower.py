@@ -24,6 +24,7 @@ class Process:
     erased: list[tuple[str | None, str]] = field(default_factory=list)
     erased_again: list[tuple[str | None, str]] = field(default_factory=list)
     refusals: int = 0  # of erasing again
+    faults: int = 0  # of erasing here
     forgotten: list[str | None] = field(default_factory=list)
     busy: set[str | None] = field(default_factory=set)
     learned: list[int] = field(default_factory=list)
@@ -46,6 +47,9 @@ class Process:
         self.begin = self.follower.begin
 
     def erase(self, tenant: str | None, session: str) -> int:
+        if self.faults > 0:
+            self.faults -= 1
+            raise MemoryError("no memory for it")
         self.taken = [(of, number) for of, number in self.taken if of != session]
         self.erased.append((tenant, session))
         return self.number
@@ -175,6 +179,52 @@ def test_erasing_again_is_tried_until_it_succeeds(process: Process) -> None:
     wait_until(lambda: process.erased_again)
     process.wait(failed=3, state="closed")
     assert process.erased_again == [("t", "s")]
+
+
+def test_an_erasure_that_failed_here_is_tried_again(process: Process) -> None:
+    process.begin(NS, "t")
+    process.store.append(NS, [entry_of(turn("s", 1))])
+    process.wait(delivered=1)
+    process.faults = 1
+    process.store.erase_session(NS, "s")
+    process.store.append(NS, [entry_of(turn("other", 2))])
+    wait_until(lambda: 2 in process.numbers())
+    assert process.erased == [("t", "s")]
+    assert process.numbers() == [2]
+
+
+def test_a_turn_that_was_on_its_way_when_following_began_is_erased_again(process: Process) -> None:
+    """Its session was erased before, so this process heard of it at the beginning."""
+    process.number = 7
+    process.store.append(NS, [entry_of(turn("s", 1))])
+    process.store.erase_session(NS, "s")
+    process.begin(NS, "t")
+    process.store.append(NS, [entry_of(turn("s", 7, writer=OTHER))])  # the eighth turn of this process: it came later
+    process.wait(skipped=1)
+    assert process.erased_again == []
+    process.store.append(NS, [entry_of(turn("s", 6, writer=OTHER))])  # the seventh
+    process.wait(skipped=2)
+    wait_until(lambda: process.erased_again, 5.0)
+    assert process.erased_again == [("t", "s")]
+
+
+def test_a_log_is_followed_until_what_is_to_be_erased_again_is(process: Process) -> None:
+    process.refusals = 1_000_000
+    process.begin(NS, "t")
+    process.number = 7
+    process.store.erase_session(NS, "s")
+    process.wait(erased=1)
+    process.store.append(NS, [entry_of(turn("s", 5, writer=OTHER))])
+    wait_until(lambda: process.refusals < 1_000_000)
+    for number in range(3):  # of at most three
+        process.begin(f"log{number}", f"t{number}")
+    assert process.forgotten == []
+    process.refusals = 0
+    wait_until(lambda: process.erased_again)
+    assert process.erased_again == [("t", "s")]
+    process.begin("log3", "t3")
+    assert "t" in process.forgotten
+    assert process.follower.stats().logs == 3
 
 
 def test_a_tombstone_does_not_wait_for_the_records_before_it(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,9 +109,10 @@ class Follower:
         marks = self._store.tombstones(namespace)
         erased = [session for session, cursor in marks.items() if not self._is_own(namespace, session, cursor)]
         stay = {usage.session for usage in self._store.sessions(namespace)} if erased and not used_too else set[str]()
+        numbers = OrderedDict[str, int]()
         for session in erased:
             if session not in stay:
-                self._erase(tenant, session)
+                numbers[session] = self._erase(tenant, session)
                 with self._wake:
                     self._counts.erased += 1
         if followed:
@@ -120,7 +121,8 @@ class Follower:
             if not self._logs:
                 self._alive = begun
             owner = self._owners.pop(namespace, None)
-            self._logs.setdefault(namespace, FollowedLog(tenant, end, end, owner=owner))  # unless another thread has
+            # Unless another thread has.
+            self._logs.setdefault(namespace, FollowedLog(tenant, end, end, numbers=numbers, owner=owner))
             self._wake.notify()
         self._leave_idlest()
 
@@ -323,15 +325,15 @@ class Follower:
         tombstone = entry_name(cursor)
         if tombstone in log.applied:
             return
-        log.applied[tombstone] = None
         if self._is_own(namespace, session, cursor):
             with self._wake:
                 self._erasing.pop((namespace, session), None)  # further records of it came after the erasure
-            return
-        log.numbers[session] = self._erase(log.tenant, session)
-        log.numbers.move_to_end(session)
-        with self._wake:
-            self._counts.erased += 1
+        else:
+            log.numbers[session] = self._erase(log.tenant, session)
+            log.numbers.move_to_end(session)
+            with self._wake:
+                self._counts.erased += 1
+        log.applied[tombstone] = None  # only now, so that an erasure that fails is tried again
 
     def _is_own(self, namespace: str, session: str, cursor: str) -> bool:
         """Return whether a tombstone is this process's. It may be read before `erase_session` has returned."""
@@ -369,7 +371,7 @@ class Follower:
         """Stop following logs, where there are too many and the cache can forget their tenants.
 
         They are of the owner who has the most, and of these the ones used longest ago. So a caller with ever new salts
-        displaces itself.
+        displaces itself. A log in which a session is yet to be erased again stays.
         """
         with self._wake:
             logs = list(self._logs.items())
@@ -382,7 +384,7 @@ class Follower:
             owned[log.owner or name] -= 1
             idle.append((name, log))
         for name, log in idle:
-            if self._forget(log.tenant):
+            if not log.late and self._forget(log.tenant):
                 with self._wake:
                     self._logs.pop(name, None)
 
