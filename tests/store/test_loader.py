@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -226,6 +227,24 @@ def test_a_read_that_breaks_off_goes_on_behind_what_it_gave(
         loader.request(session("s0"))
     records = gather(loader, CORPUS if whole_log else session("s0"))
     assert [number_of(record) for record in records] == list(range(300))
+    assert loader.stats().failed == 1
+
+
+@pytest.mark.parametrize("wanted", [CORPUS, session("s0")])
+def test_a_read_that_breaks_off_gives_all_of_the_newest_though_others_write_meanwhile(
+    store: FlakyStore, loader: BackgroundLoader, wanted: Wanted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, 100, sessions=1)
+    store.fail_read_after = 40
+    put_off = loader._put_off
+
+    def late(job: Any, error: Exception) -> None:
+        store.append_ungated(NS, [entry_of(turn("s0", number)) for number in range(100, 150)])
+        put_off(job, error)
+
+    monkeypatch.setattr(loader, "_put_off", late)
+    loader.request(wanted, 100)
+    assert [number_of(record) for record in gather(loader, wanted)] == [*range(40), *range(50, 150)]
     assert loader.stats().failed == 1
 
 

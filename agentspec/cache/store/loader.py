@@ -59,8 +59,8 @@ class LoaderStats:
 class _Job:
     """Hold a read that is under way.
 
-    newest: how many entries are still to be read. after: the last one seen. tries: failures since the last progress.
-    forgotten: sessions erased since it began.
+    newest: how many entries to read at most, the last ones. after: the last one seen. tries: failures since the last
+    progress. forgotten: sessions erased since it began.
     """
 
     wanted: Wanted
@@ -236,7 +236,7 @@ class BackgroundLoader:
                 seen += 1
                 if isinstance(record, TurnRecord):
                     loaded.add(record)
-                job.after, job.tries, job.newest = entry.sequence, 0, job.newest - 1
+                job.after, job.tries = entry.sequence, 0
                 if loaded.size >= self._whole_bytes if whole else _is_slice(loaded):
                     self._publish(job, loaded)
                     loaded, whole = Loaded(job.wanted), False
