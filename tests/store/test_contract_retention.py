@@ -79,6 +79,18 @@ def test_retention_by_bytes_holds_at_ten_times_the_limit_and_gives_the_space_bac
     assert sum(len(list(store.read(NS, group=f"g{group}"))) for group in range(5)) == usage.records
 
 
+@pytest.mark.parametrize("retention", [Retention(days=0.0), Retention(records=0), Retention(bytes=0)])
+def test_a_slice_is_about_a_megabyte(store: Store, retention: Retention) -> None:
+    """Or else appends would wait for 256 large records."""
+    for _ in range(64):
+        store.append(NS, [NewEntry("s", bytes(100_000))])
+    time.sleep(0.002)  # Redis knows milliseconds
+    removed, more = store.trim(retention)
+    assert 10 <= removed <= 12
+    assert more
+    assert removed + trim(store, retention) == 64
+
+
 def test_whole_sessions_are_erased_least_recently_used_first(store: Store) -> None:
     for number in range(30):
         store.append(NS, [NewEntry(f"s{number % 10}", bytes(1000))] * 10)

@@ -37,31 +37,32 @@ def delete(connection: sqlite3.Connection, query: Query) -> int:
 def beyond_limits(connection: sqlite3.Connection, retention: Retention) -> Query | None:
     """Return a query for a slice of the oldest entries beyond the limits; None if all entries are within them."""
     if retention.days is not None:
-        cutoff = time.time() - retention.days * 86_400
-        if connection.execute("SELECT 1 FROM entries WHERE created < ? LIMIT 1", (cutoff,)).fetchone():
-            return "SELECT sequence FROM entries WHERE created < ? ORDER BY created LIMIT ?", (cutoff, _SLICE_ENTRIES)
-    count = 0
+        too_old, cutoff = "entries WHERE created < ? ORDER BY created", time.time() - retention.days * 86_400
+        if count := _first_within(connection, SLICE_BYTES, too_old, cutoff):
+            return f"SELECT sequence FROM {too_old} LIMIT ?", (cutoff, count)
+    count = size = 0
     if retention.records is not None:
         (held,) = connection.execute("SELECT count(*) FROM entries").fetchone()
         count = held - retention.records
-    if retention.bytes is not None and count < _SLICE_ENTRIES:
-        used = (pragma(connection, "page_count") - pragma(connection, "freelist_count")) * PAGE_SIZE
-        if used > retention.bytes:
-            count = max(count, _oldest_within(connection, min(used - retention.bytes, SLICE_BYTES)))
-    if count <= 0:
+    if retention.bytes is not None:
+        size = (pragma(connection, "page_count") - pragma(connection, "freelist_count")) * PAGE_SIZE - retention.bytes
+    if count <= 0 and size <= 0:
         return None
-    return "SELECT sequence FROM entries ORDER BY sequence LIMIT ?", (min(count, _SLICE_ENTRIES),)
+    oldest = "entries ORDER BY sequence"
+    count = max(count, _first_within(connection, size, oldest))
+    count = min(count, _first_within(connection, SLICE_BYTES, oldest))
+    return (f"SELECT sequence FROM {oldest} LIMIT ?", (count,)) if count > 0 else None
 
 
-def _oldest_within(connection: sqlite3.Connection, size: int) -> int:
-    """Return how many of the oldest entries hold about this many bytes; at least 1."""
+def _first_within(connection: sqlite3.Connection, size: int, entries: str, *values: float) -> int:
+    """Return how many of these entries, the first ones, hold about ``size`` bytes; at most as many as a slice has."""
     count = 0
-    for (held,) in connection.execute("SELECT size FROM entries ORDER BY sequence LIMIT ?", (_SLICE_ENTRIES,)):
-        count += 1
-        size -= held + OVERFLOW // 2
+    for (held,) in connection.execute(f"SELECT size FROM {entries} LIMIT ?", (*values, _SLICE_ENTRIES)):
         if size <= 0:
             break
-    return max(count, 1)
+        count += 1
+        size -= held + OVERFLOW // 2
+    return count
 
 
 def newest_of(connection: sqlite3.Connection, namespace: str, session: str) -> int:
