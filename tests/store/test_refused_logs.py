@@ -73,6 +73,21 @@ class RefusingStore(FlakyStore):
         return sorted({*found, *self.refused & cursors.keys()})
 
 
+def test_records_are_stored_though_something_else_owns_a_key_of_the_index(store: RedisStore) -> None:
+    raw(store).set("{agentspec:}:sizes", "theirs")
+    raw(store).set("agentspec:namespaces", "theirs")
+    writer = BackgroundWriter(store)
+    for number in range(3):
+        writer.put(GOOD, turn("s", number))
+    assert writer.flush(60)
+    stats = writer.stats()
+    assert (stats.persisted, stats.refused, stats.queued) == (3, 0, 0)
+    writer.close()
+    assert numbers(store, GOOD) == [0, 1, 2]
+    with pytest.raises(StoreError, match="WRONGTYPE"):
+        store.usage()
+
+
 def numbers(store: FlakyStore | RedisStore, namespace: str) -> list[int]:
     return [number_of(decode(entry.payload)) for entry in store.read(namespace)]
 

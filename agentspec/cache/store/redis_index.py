@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from agentspec.cache.store.redis_client import RedisClient
 from agentspec.cache.store.redis_shard import ShardState
-from agentspec.errors import StoreUnavailableError
+from agentspec.errors import StoreError
 
 _FLUSH_SECONDS = 1.0  # between two writes of what has changed
 _LONGEST_PAUSE = 30.0  # after writes that failed
@@ -103,7 +103,7 @@ class LogIndex:
         """Note the state of a shard. It is written within a second, if calls go on.
 
         It is written at once if this process has not noted the shard before, or where it is new on the server. An
-        index that is away costs nothing but an attempt now and then.
+        index that is away, or whose keys something else owns, costs nothing but an attempt now and then.
         """
         with self._lock:
             self._add(name, state)
@@ -115,7 +115,7 @@ class LogIndex:
             self._flush_at = now + self._pause
         try:
             self.flush()
-        except StoreUnavailableError:
+        except StoreError:
             with self._lock:
                 self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
                 self._flush_at = time.monotonic() + self._pause

@@ -338,10 +338,10 @@ class RedisStore:
         _remember(self._checked, namespace)
 
     def _enter(self, namespace: str) -> None:
-        """Enter a log in the list of all logs. While the list's node is away, each append tries it again."""
+        """Enter a log in the list of all logs. Where the list cannot be written, each append tries it again."""
         if namespace in self._entered:
             return
-        with suppress(StoreUnavailableError):
+        with suppress(StoreError):
             self.command("SET", f"{self.prefix}:shards", self._layout.shards, "NX")
             self._index.enter(namespace)
             self._put_secret_back()
