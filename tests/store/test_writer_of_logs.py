@@ -1,5 +1,6 @@
 """The background writer on several logs: each keeps its order, and one that is away costs the others nothing."""
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -61,6 +62,62 @@ def test_a_record_that_is_never_taken_costs_no_other_log_anything(store: FlakySt
     found = sorted(number_of(decode(entry.payload)) for log in range(3) for entry in store.read(f"log-{log}"))
     assert found == [number for number in range(60) if number != 13]
     assert (writer.stats().refused, writer.stats().persisted) == (1, 59)
+    writer.close()
+
+
+def test_flush_waits_for_the_queue_while_a_newer_record_of_a_refused_log_is_tried(store: FlakyStore) -> None:
+    """One log is refused, and then the store is away for another one, whose records are older than the former's."""
+    original, tried, go_on = store.append, threading.Event(), threading.Event()
+
+    def picky(namespace: str, entries: list[NewEntry]) -> None:
+        numbers = [number_of(decode(payload)) for _, payload, *_ in entries]
+        if namespace == "b" and not go_on.is_set():
+            raise StoreUnavailableError("timeout")
+        if namespace == "a":
+            if numbers == [3]:  # alone, and the newest
+                tried.set()
+                assert go_on.wait(60)
+            raise StoreError("too large")
+        original(namespace, entries)
+
+    store.append = picky  # type: ignore[method-assign,assignment]
+    writer = BackgroundWriter(store, batch_entries=4, batch_seconds=60, breaker=quick())
+    for number, namespace in enumerate("abba"):
+        writer.put(namespace, turn("s", number))
+        if number == 2:
+            target = writer._number
+    assert tried.wait(60)
+    with writer._work:
+        assert writer._oldest_number() <= target  # of records that wait for the other log
+    assert not writer.flush(0.0)
+    go_on.set()
+    assert writer.flush(60)
+    assert [number_of(decode(entry.payload)) for entry in store.read("b")] == [1, 2]
+    writer.close()
+
+
+def test_the_writer_goes_on_though_the_store_cannot_say_where_a_log_lies(store: FlakyStore) -> None:
+    errors: list[Exception] = []
+    original = store.append
+
+    def part(namespace: str) -> str:
+        if errors:
+            raise errors[0]
+        return "node"
+
+    def away(namespace: str, entries: list[NewEntry]) -> None:
+        if not errors:
+            errors.append(KeyError(5))
+            raise StoreUnavailableError("timeout")
+        original(namespace, entries)
+
+    store.part, store.append = part, away  # type: ignore[method-assign,assignment]
+    writer = BackgroundWriter(store, breaker=quick())
+    writer.put("a", turn("s", 1))
+    wait_until(lambda: errors)
+    writer.put("b", turn("s", 2))
+    assert writer.flush(10)
+    assert [number_of(decode(entry.payload)) for log in "ab" for entry in store.read(log)] == [1, 2]
     writer.close()
 
 

@@ -199,7 +199,7 @@ class BackgroundWriter:
         for item in batch:
             logs.setdefault(item.namespace, []).append(item)
         for namespace, items in logs.items():
-            if (away := self._aside.part_of(namespace, self._store.part)) is not None:
+            if (away := self._aside.part_of(namespace, self._part)) is not None:
                 self._set_aside(away, items)
                 continue
             if (error := self._append(namespace, items)) is None:
@@ -207,12 +207,19 @@ class BackgroundWriter:
             if not isinstance(error, StoreUnavailableError):
                 self._put_back(log_part(namespace), items, error)
                 continue
-            part = self._store.part(namespace)
+            part = self._part(namespace)
             if not part:
                 self._requeue(error)
                 return
             if self._set_aside(part, items, failed=True).failure():
                 logger.warning("agentspec: a part of the store is lost (%s); the others are written to", error)
+
+    def _part(self, namespace: str) -> str:
+        """Return the part of the store that has a log; "", as if there were no parts, where the store cannot tell."""
+        try:
+            return self._store.part(namespace)
+        except Exception:  # a store may raise anything, and the thread must survive it
+            return ""
 
     def _append(self, namespace: str, items: list[QueuedRecord]) -> Exception | None:
         """Append records to their log. Return why they were not appended."""
@@ -390,9 +397,10 @@ class BackgroundWriter:
         return len(self._queue) + len(self._in_flight) + len(self._aside)
 
     def _oldest_number(self) -> int:
-        waiting, aside = self._in_flight or self._queue, self._aside.oldest()
-        oldest = waiting[0].number if waiting else self._number + 1
-        return oldest if aside is None else min(oldest, aside)
+        oldest = [records[0].number for records in (self._in_flight, self._queue) if records]
+        if (aside := self._aside.oldest()) is not None:
+            oldest.append(aside)
+        return min(oldest, default=self._number + 1)
 
 
 def _shortest(*waits: float | None) -> float | None:
