@@ -310,6 +310,31 @@ def test_an_erasure_that_was_cut_off_is_ended_by_the_next_call(
     assert raw(store).xlen(f"{{agentspec:{NS}}}:3:log") == 1
 
 
+def test_an_erasure_that_was_cut_off_is_ended_though_another_server_looked_in_between(
+    store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found nothing to remove, because the erasure was about to begin, and struck the log off its list."""
+    monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 0.0)
+    store.append(NS, [NewEntry("a", bytes(1000))] * 200)
+    erase = RedisShard.erase
+    with closing(open_store(server.url)) as other, monkeypatch.context() as cut_off:
+
+        def late(shard: RedisShard, session: str, tombstone: bytes) -> object:
+            assert other.trim(Retention()) == Trimmed(0, False)
+            cut_off.setattr(RedisShard, "sweep", killed)
+            return erase(shard, session, tombstone)
+
+        cut_off.setattr(RedisShard, "erase", late)
+        with pytest.raises(KeyboardInterrupt):
+            store.erase_session(NS, "a")
+    assert any(":d:" in key for key in keys(store))
+    for _ in range(2):  # the first one's audit finds it
+        while store.trim(Retention()).more:
+            pass
+    assert not any(":d:" in key for key in keys(store))
+    assert raw(store).xlen(f"{{agentspec:{NS}}}:3:log") == 1
+
+
 def test_a_batch_whose_answer_was_lost_is_not_written_twice(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
     evalsha = raw(store).evalsha
 

@@ -243,13 +243,13 @@ STATE = (
     _LIBRARY
     + """
 -- ARGV: tag, milliseconds. Removes what is left of a log that has been empty for so long. Returns the shard's state,
--- and 1 if it has no keys.
+-- 1 if it has no keys, and 1 if something of erased sessions is left.
 if newest and clock() - string.match(newest, '^%d+') > tonumber(ARGV[2]) and redis.call('XLEN', log) == 0
   and redis.call('EXISTS', tombstones, sessions) == 0 then
   redis.call('DEL', log, usage)
   all_records, all_bytes = 0, 0
 end
-return {state(), 1 - redis.call('EXISTS', log)}
+return {state(), 1 - redis.call('EXISTS', log), redis.call('EXISTS', doomed)}
 """
 )
 

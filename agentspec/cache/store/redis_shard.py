@@ -107,10 +107,13 @@ class RedisShard:
         """Remove a page of what erased sessions left. Returns how many entries it had."""
         return int(self._run(redis_scripts.SWEEP, [self.tag, _ROWS]))
 
-    def state(self) -> tuple[ShardState, bool]:
-        """Return what the shard holds, and whether it has no keys. It loses them once it was empty for IDLE_SECONDS."""
-        state, gone = self._run(redis_scripts.STATE, [self.tag, int(IDLE_SECONDS * 1000)])
-        return _state(state), bool(gone)
+    def state(self) -> tuple[ShardState, bool, bool]:
+        """Return what the shard holds, whether it has no keys, and whether something of erased sessions is left.
+
+        It loses its keys once it was empty for IDLE_SECONDS.
+        """
+        state, gone, doomed = self._run(redis_scripts.STATE, [self.tag, int(IDLE_SECONDS * 1000)])
+        return _state(state), bool(gone), bool(doomed)
 
     def trim(self, entries: int, size: int, until: int | None) -> tuple[int, int, ShardState]:
         """Remove the oldest entries, up to these limits. Returns their number and bytes, and what the shard holds then.

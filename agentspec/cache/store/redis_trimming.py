@@ -74,14 +74,19 @@ class Trimming:
         return left
 
     def _audit(self) -> None:
-        """Tell the index what a page of logs holds, and take logs that have long been empty out of it."""
+        """Tell the index what a page of logs holds, and take logs that have long been empty out of it.
+
+        An erasure that was cut off is noted again: another process may have looked before it began, and found nothing.
+        """
         courtesy = Courtesy()
         for namespace in self._index.to_audit():
             try:
                 found = [(shard.name, *shard.state()) for shard in self._shards(namespace, None)]
-                for name, state, _ in found:
+                for name, state, _, doomed in found:
                     self._index.note(name, state)
-                if all(gone for *_, gone in found):
+                    if doomed:
+                        self._index.doom(name)
+                if all(gone for _, _, gone, _ in found):
                     self._index.remove(namespace)
                     if not all(shard.state()[1] for shard in self._shards(namespace, None)):
                         self._index.enter(namespace)  # somebody has appended to it meanwhile
