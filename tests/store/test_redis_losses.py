@@ -1,5 +1,7 @@
 """What a real Redis has lost of what it acknowledged is counted and named, and nothing else is."""
 
+import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -175,3 +177,20 @@ def test_what_is_remembered_of_acknowledged_records_is_bounded(
         store.append(f"{NS}.{number}", named("a", number))
     assert len(watch._acknowledged) == len(watch._batches) == 8
     assert len(store._checked) <= 8 and len(store._entered) <= 8
+
+
+def test_what_two_threads_miss_at_once_is_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the loader and the follower may, which read by themselves."""
+    watch = LossWatch()
+    other = threading.Thread(target=lambda: watch.miss(2))
+
+    def slow(losses: Losses, **changes: int) -> Losses:
+        if threading.current_thread() is not other:
+            other.start()
+            other.join(0.1)  # it comes in between, or waits
+        return dataclasses.replace(losses, **changes)
+
+    monkeypatch.setattr("agentspec.cache.store.redis_losses.replace", slow)
+    watch.miss(1)
+    other.join()
+    assert watch.losses == Losses(missing=3)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -47,13 +48,15 @@ class _Batch(NamedTuple):
 
 
 class LossWatch:
-    """Compare what a server has with what it has acknowledged to this process. Use it from one thread at a time.
+    """Compare what a server has with what it has acknowledged to this process.
 
-    A server that was restarted without persistence, or that failed over, has less.
+    A server that was restarted without persistence, or that failed over, has less. One thread at a time calls `note`;
+    any may call `miss`.
     """
 
     def __init__(self) -> None:
         self.losses = Losses()
+        self._counting = threading.Lock()
         self._acknowledged: OrderedDict[str, _Acknowledged] = OrderedDict()  # by tag
         self._batches: deque[_Batch] = deque(maxlen=_REMEMBERED)
 
@@ -79,9 +82,11 @@ class LossWatch:
 
     def miss(self, count: int) -> None:
         """Count entries that are referred to, but which the server has evicted."""
-        if count and not self.losses.missing:
+        with self._counting:
+            first = count > 0 and not self.losses.missing
+            self.losses = replace(self.losses, missing=self.losses.missing + count)
+        if first:
             logger.warning("agentspec: Redis evicts stored records; set its maxmemory-policy to noeviction")
-        self.losses = replace(self.losses, missing=self.losses.missing + count)
 
     def _name_lost(self, namespace: str, tag: str, before: int, held: _Acknowledged) -> None:
         """Count and log the records that a shard had acknowledged behind batch ``before``, its last one.
@@ -98,7 +103,8 @@ class LossWatch:
         count = min(count, held.state.records)
         held.records -= held.records if before == 0 else known
         self._batches = deque((one for one in self._batches if one.tag != tag or one.number <= before), _REMEMBERED)
-        self.losses = replace(self.losses, lost=self.losses.lost + count)
+        with self._counting:
+            self.losses = replace(self.losses, lost=self.losses.lost + count)
         held.untold += count
         now = time.monotonic()
         if now - held.told_at < _TELL_SECONDS:
