@@ -117,7 +117,8 @@ def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> Non
 def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None:
     """By itself vLLM leaves them waiting for their own timeouts, and the server for them."""
     server = server_in(tmp_path)
-    body = {"model": "demo", "prompt": "def ", "max_tokens": 900, "ignore_eos": True, "temperature": 1}
+    body = {"model": "demo", "prompt": "def ", "max_tokens": 900, "ignore_eos": True}
+    body |= {"temperature": 2, "frequency_penalty": 2}  # what repeats itself is drafted, and over in a moment
     with server, ThreadPoolExecutor(2) as pool:
         requests = [
             pool.submit(httpx.post, f"{server.base_url}/completions", json=body | {"stream": stream}, timeout=300)
