@@ -27,7 +27,7 @@ _MOST_JOBS = 256
 _ABANDONED_SECONDS = 5.0
 """Time without a poll after which an asker counts as gone. The routes poll every quarter of a second."""
 _FLUSH_SECONDS = 1.0
-"""Longest wait for the turns that are queued for the store, before it is asked. They take that long if it is away."""
+"""Longest wait for the turns that are queued for the store, before it is asked."""
 _PART_BYTES = 256 * 1024
 """Bytes of records that one answer holds, because the engine passes it on between two steps."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.store import Entry, MemoryStore, NewEntry, Retention, TurnRecord, encode
+from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from tests.store.helpers import LOGS, FlakyStore, unwritable, wait_until
@@ -39,6 +40,24 @@ def test_a_family_comes_back_after_a_restart() -> None:
         assert (draft.token_ids.tolist()[:2], draft.source) == ([begin + 13, begin + 14], "group")
     again = after.start([7, 8], "d", parent="root")  # it is held now, so nothing is read again
     assert after.load() == 0 and after.cache.family_of(again) == "root"
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError("away"), StoreError("WRONGTYPE")])
+def test_nobody_waits_for_turns_that_cannot_be_written(store: FlakyStore, error: StoreError) -> None:
+    """As of one log that the store refuses: each question about sessions waited for it."""
+    store.error = error
+    engine = Engine(store)
+
+    def cannot_write() -> bool:
+        engine.say([1, 2, 3], text(5))
+        stats = engine.persistence._writer.stats()
+        return stats.state == "open" or stats.refused_logs > 0
+
+    wait_until(cannot_write)
+    engine.say([1, 2, 3], text(5))
+    begin = time.monotonic()
+    engine.persistence.flush(60)
+    assert time.monotonic() - begin < 30
 
 
 def test_the_last_request_of_a_session_loads_nothing_of_it() -> None:

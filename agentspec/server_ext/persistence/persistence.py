@@ -240,8 +240,13 @@ class Persistence:
         return self._jobs.submit(job, owner)
 
     def flush(self, seconds: float) -> None:
-        """Wait until the store has all turns saved so far, or for ``seconds``. Not for the engine's thread."""
-        self._writer.flush(seconds)
+        """Wait until the store has all turns saved so far, or for ``seconds``. Not for the engine's thread.
+
+        While some of them cannot be written, as where one log is refused, this does not wait.
+        """
+        writer = self._writer.stats()
+        if writer.state == "closed" and not writer.refused_logs:
+            self._writer.flush(seconds)
 
     def stats(self) -> dict[str, Any]:
         """Return the state of writer, loader and follower, as JSON.

@@ -154,6 +154,11 @@ def tagger_of(engine_client: Any) -> RequestTagger:
     return tagger
 
 
+def _sender(scope: Any, *, verified: bool | None = None) -> Presented:
+    """Return what a call shows of its sender. verified: as for `Presented`."""
+    return Presented(scope["headers"], verified=verified, batch=path_of(scope) == BATCH)
+
+
 class CallerMiddleware:
     """Remember what a request shows of its sender while it is handled, on servers that check no keys."""
 
@@ -165,8 +170,7 @@ class CallerMiddleware:
         if scope["type"] not in ("http", "websocket") or _PRESENTED in scope:
             await self.app(scope, receive, send)
         else:
-            sender = Presented(scope["headers"], batch=path_of(scope) == BATCH)
-            await _handle(self.app, sender, scope, receive, send)
+            await _handle(self.app, _sender(scope), scope, receive, send)
 
 
 async def authenticate(original: Callable[..., Awaitable[None]], middleware: Any, scope: Any, *call: Any) -> None:
@@ -180,8 +184,7 @@ async def authenticate(original: Callable[..., Awaitable[None]], middleware: Any
     from starlette.datastructures import Headers
 
     path = path_of(scope)
-    verified = bool(middleware.verify_token(Headers(scope=scope)))
-    sender = Presented(scope["headers"], verified=verified, batch=path == BATCH)
+    sender = _sender(scope, verified=bool(middleware.verify_token(Headers(scope=scope))))
     if not sender.verified and (path == ROUTES or path.startswith(f"{ROUTES}/")) and shows_admin_key(sender):
         await _handle(middleware.app, sender, scope, *call)
     else:
