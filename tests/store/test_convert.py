@@ -54,6 +54,7 @@ ENTRIES = [
     old_turn("s", 900, [1], [2, 2], gap=True),  # the turn before it was lost
     old_turn("s", 903, [5], [5]),
     ("s", b"damaged"),
+    ("s", msgpack.packb({"v": 1, "kind": None, "crc": 0, "meta": b"", "data": b""})),
     old_turn(f"{OWNER}/s", 0, [1], [5, 6], tenant=OWNER),
     old_turn(f"{OWNER}/s", 0, [1], [6, 7], tenant="acme"),
     old_turn("unscoped", 0, [1], [2], scope=None),
@@ -127,7 +128,7 @@ def check(store: Store) -> None:
     assert len(found(store, "other", "other")) == 1
 
 
-ALL = Converted(converted=11, damaged=1, unowned=1)
+ALL = Converted(converted=11, damaged=2, unowned=1)
 
 
 def test_a_file_is_converted_and_the_old_one_kept_beside_it(tmp_path: Path) -> None:

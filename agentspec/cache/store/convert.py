@@ -364,13 +364,10 @@ def _decode(payload: bytes) -> tuple[str, dict[str, Any], bytes]:
     """Return kind, fields and data of a record of version 1. Raises CorruptRecordError, ValueError or TypeError."""
     envelope = _unpack(payload)
     kind, crc, meta, data = (envelope[key] for key in ("kind", "crc", "meta", "data"))
-    name = kind.encode()
-    head = struct.pack("<BIQQ", 1, len(name), len(meta), len(data)) + name
-    if (
-        envelope["v"] != 1
-        or kind not in ("turn", "message")
-        or crc != zlib.crc32(data, zlib.crc32(meta, zlib.crc32(head)))
-    ):
+    if envelope["v"] != 1 or kind not in ("turn", "message"):
+        raise CorruptRecordError("not a record of version 1")
+    head = struct.pack("<BIQQ", 1, len(kind), len(meta), len(data)) + kind.encode()
+    if crc != zlib.crc32(data, zlib.crc32(meta, zlib.crc32(head))):
         raise CorruptRecordError("the checksum does not hold")
     fields = _unpack(meta)
     if not isinstance(fields, dict) or not isinstance(fields["session"], str):
