@@ -51,6 +51,22 @@ def test_what_was_read_of_a_session_that_is_erased_here_is_dropped(
     a.wait(lambda: a.drafts(text(300, 5)))
 
 
+def test_a_turn_that_cannot_be_learned_from_hides_no_erasure(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns and erasures are read in their order, so none behind such a turn would be seen."""
+    a, b = start(), start()
+    meet(a, b)
+
+    def fail(turn: FinishedTurn) -> int:
+        raise RuntimeError("of the core")
+
+    monkeypatch.setattr(b.cache, "learn_from", fail)
+    a.say([1, 2, 3], text(100))
+    b.wait(lambda: b.drafts(text(100, 5)) == text(105, 4))
+    a.erase("s")
+    b.wait(lambda: not b.drafts(text(100, 5)))
+    assert b.persistence.stats()["follower"]["failed"] == 0
+
+
 def test_an_erasure_reaches_the_others_at_once(start: Start, tmp_path: Path) -> None:
     a, b = start(), start(snapshot=tmp_path / "b.snapshot")
     meet(a, b)

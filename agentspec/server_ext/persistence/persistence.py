@@ -32,7 +32,7 @@ from agentspec.cache.store import (
 from agentspec.cache.store.follower import MAX_LOGS
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.cache.types import DEFAULT_MAX_BYTES
-from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
+from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.stored_turns import StoredTurns
 from agentspec.server_ext.persistence.turn_records import record_of, turn_of
@@ -347,5 +347,5 @@ class Persistence:
 
 
 def _learn_from(cache: SuffixCache, record: TurnRecord) -> None:
-    with contextlib.suppress(AgentSpecError):  # restoring it will count that it cannot be used
+    with contextlib.suppress(Exception):  # restoring it will count that it cannot be used
         cache.learn_from(turn_of(record, _LEARNED_TOKENS))
