@@ -9,7 +9,6 @@ the restarted server reads.
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -32,14 +31,16 @@ DRAFTER = {
     "enable_suffix_decoding": True,
 }
 
+WRITTEN = ("report.html", "summary.json", "steps.jsonl", "replies.jsonl", "plain.log", "agentspec.log", "server.db*")
+"""What the demo writes, and removes of an earlier run."""
+
 
 def main() -> int:
     """Run the demo. Returns 0 if all texts were identical and the restarted server drafted from restored turns."""
     arguments = _arguments()
     console = Console(width=None if sys.stdout.isatty() else 150)
     results = Path(arguments.out)
-    shutil.rmtree(results, ignore_errors=True)
-    results.mkdir(parents=True)
+    _prepare(results)
     plain = ModelServer(HERE / "model", agentspec=False, options=OPTIONS, name="demo", log=results / "plain.log")
     fast = ModelServer(
         HERE / "model",
@@ -81,7 +82,17 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.sessions < 2:
         parser.error("--sessions must be at least 2: the restart lies between the first and the last")
+    if Path(arguments.out).exists() and not Path(arguments.out).is_dir():
+        parser.error(f"--out {arguments.out} is a file: name a folder")
     return arguments
+
+
+def _prepare(results: Path) -> None:
+    """Make the folder for the results, without what an earlier run wrote there. Other files stay."""
+    results.mkdir(parents=True, exist_ok=True)
+    for pattern in WRITTEN:
+        for file in results.glob(pattern):
+            file.unlink()
 
 
 def _start(console: Console, what: str, *servers: ModelServer) -> None:

@@ -1,0 +1,42 @@
+"""`python -m demo` with the options that its user gives it. The demo itself runs real servers: `make demo`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import demo.__main__ as demo
+from agentspec.testing.server import ServerFailedError
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    """Run it where no server starts."""
+
+    def fail(*_: object) -> None:
+        raise ServerFailedError("no server here")
+
+    monkeypatch.setattr(sys, "argv", ["demo", *options])
+    monkeypatch.setattr(demo, "_start", fail)
+    return demo.main()
+
+
+def test_it_leaves_what_else_is_in_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    for name in ("notes.txt", "work/code.py", "summary.json", "server.db", "server.db-wal", "server.db-0.snapshot"):
+        (tmp_path / name).write_text("x")
+    assert run(monkeypatch, "--out", str(tmp_path)) == 1
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["code.py", "notes.txt", "work"]
+
+
+def test_it_makes_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run(monkeypatch, "--out", str(tmp_path / "new" / "results")) == 1
+    assert (tmp_path / "new" / "results").is_dir()
+
+
+@pytest.mark.parametrize(("option", "value"), [("--sessions", "1"), ("--out", __file__)])
+def test_it_names_the_option_that_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, option, value)
+    assert option in capsys.readouterr().err.splitlines()[-1] and Path(__file__).exists()
