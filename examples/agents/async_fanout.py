@@ -17,13 +17,15 @@ from agentspec import AsyncAgentClient
 
 async def review(client: AsyncAgentClient, path: Path) -> str:
     """Review one file in a session of its own. Return its most important finding."""
-    session = client.session(f"review:{path.name}")
+    session = client.session(f"review:{path}")
     await session.clear()  # forget the turns of an earlier run
-    await session.chat(f"Review this file.\n\n{path.read_text()[:4000]}", max_tokens=256)
+    await session.chat(
+        f"Review this file.\n\n{path.read_text(encoding='utf-8', errors='replace')[:4000]}", max_tokens=256
+    )
     reply = await session.chat("Name the most important finding in one sentence.", max_tokens=64)
     accepted = f", {reply.speculation.accepted} drafted tokens accepted" if reply.speculation else ""
     print(f"{path}: done{accepted}")
-    return f"{path.name}: {reply.text}"
+    return f"{path}: {reply.text}"
 
 
 async def main() -> None:
@@ -34,7 +36,7 @@ async def main() -> None:
     options = parser.parse_args()
 
     async with AsyncAgentClient(base_url=options.base_url, model=options.model, timeout=300) as client:
-        findings = await asyncio.gather(*(review(client, path) for path in options.files))
+        findings = await asyncio.gather(*(review(client, path) for path in dict.fromkeys(options.files)))
         summary = client.session().stream("Put these findings in order of urgency:\n" + "\n".join(findings))
         async for text in summary:
             print(text, end="", flush=True)

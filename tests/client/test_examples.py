@@ -79,6 +79,14 @@ def test_the_fan_out_reviews_each_file(server: FakeServer, tmp_path: Path) -> No
     assert "a.py: done" in said and "b.py: done" in said and len(server.chats) == 5
 
 
+def test_the_fan_out_takes_files_of_one_name_and_a_file_that_is_given_twice(server: FakeServer, tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_bytes(b"pass  # \xff")
+    said = run_example("async_fanout.py", server, tmp_path, "one/a.py", "two/a.py", "./one/a.py")
+    assert "one/a.py: done" in said and "two/a.py: done" in said and len(server.chats) == 5
+
+
 def test_two_sessions_tell_their_sources(server: FakeServer, tmp_path: Path) -> None:
     server.counts = COUNTS
     assert run_example("two_sessions.py", server, tmp_path).count("accepted from {'request': 3, 'session': 5}") == 4
