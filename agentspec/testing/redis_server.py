@@ -59,11 +59,12 @@ class RedisServer:
                 self.port = port
                 return
             self.kill()
-        raise StoreUnavailableError(f"redis-server did not start within {_START_SECONDS:.0f} s: {self.log()[-500:]}")
+        raise StoreUnavailableError(f"redis-server does not start; its log ends with: {self.log()[-500:]}")
 
     def log(self) -> str:
         """Return what the server has logged since its data were last removed."""
-        return (Path(self._folder.name) / "redis.log").read_text(errors="replace")
+        log = self._log_file()
+        return log.read_text(errors="replace") if log.exists() else ""
 
     def kill(self) -> None:
         """Kill the server with SIGKILL. Its data stay."""
@@ -93,6 +94,9 @@ class RedisServer:
         """Kill the server and remove its data."""
         self.kill()
         self._folder.cleanup()
+
+    def _log_file(self) -> Path:
+        return Path(self._folder.name) / "redis.log"
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
@@ -131,9 +135,12 @@ class RedisServer:
             arguments = [str(file), "--sentinel"]
         else:
             arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        return subprocess.Popen(
-            [self._program, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        with self._log_file().open(
+            "ab"
+        ) as log:  # before it opens its log, it says there what is wrong with its settings
+            return subprocess.Popen(
+                [self._program, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def _wait_until_up(self, port: int) -> bool:
         deadline = time.monotonic() + _START_SECONDS

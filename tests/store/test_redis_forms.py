@@ -39,6 +39,11 @@ RIGHTS = (
 pytestmark = pytest.mark.usefixtures("patience")
 
 
+def test_a_server_that_cannot_start_says_why() -> None:
+    with pytest.raises(StoreUnavailableError, match="no-such-setting"):
+        RedisServer({"no-such-setting": "1"}).start()
+
+
 def works(store: Store, namespaces: int = 1) -> None:
     """Use everything that a store does."""
     names = [f"{NS}{number}" for number in range(namespaces)]
