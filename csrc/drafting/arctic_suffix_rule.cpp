@@ -240,11 +240,11 @@ class SourceSearch {
     const Places places = places_of(found);
     std::array<std::size_t, kPlaces> agreed;
     for (std::size_t k = 0; k < places.size; ++k) {
-      std::size_t most = top;
-      if (k >= found.match.listed) {  // nothing before the running response counts as part of it
-        most = std::min<std::size_t>(top, places.at[k] - (running_.index->text().data() + running_.begin));
-      }
-      agreed[k] = agreement(places.at[k], low, most);
+      // Nothing before the running response counts as part of it. Nothing is in front of a text, either, where a forged
+      // snapshot lists a place that does not agree.
+      const Token* const start =
+          k < found.match.listed ? index_->text().data() : running_.index->text().data() + running_.begin;
+      agreed[k] = agreement(places.at[k], low, std::min<std::size_t>(top, places.at[k] - start));
     }
     for (std::size_t length = top; length >= low;) {
       Places some;

@@ -312,6 +312,17 @@ bool SortedPositions::find_between(Place low, Place high, Position position, Pla
   return false;
 }
 
+// Looks for a position in all leaves. Only a forged snapshot has one where its context does not belong; left in the
+// tree, it would outlive its text.
+bool SortedPositions::find_anywhere(Position position, Place& place) const {
+  for (place = {}; place.chunk < tree_.row().chunks.size(); ++place.chunk) {
+    for (place.leaf = 0; place.leaf < tree_.chunk_at(place.chunk).size; ++place.leaf) {
+      if (find_in_leaf(place, position)) return true;
+    }
+  }
+  return false;
+}
+
 bool SortedPositions::locate(const Token* text, Position position, Place& place) const {
   if (tree_.size() == 0) return false;
   for (std::size_t length = kShallow;; length *= 8) {
@@ -374,7 +385,10 @@ void SortedPositions::erase_batch(const Token* text, std::span<const Position> p
   run<kBatch>({searches.data(), positions.size()});
   for (std::size_t i = 0; i < positions.size(); ++i) {
     Place place = searches[i].found().place;  // out of date if an earlier removal changed the tree
-    if (find_near(place, positions[i]) || locate(text, positions[i], place)) tree_.erase(text, place);
+    const Position position = positions[i];
+    if (find_near(place, position) || locate(text, position, place) || find_anywhere(position, place)) {
+      tree_.erase(text, place);
+    }
   }
 }
 

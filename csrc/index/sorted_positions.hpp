@@ -61,6 +61,7 @@ class SortedPositions {
   bool find_in_leaf(Place& place, Position position) const;
   bool find_near(Place& place, Position position) const;
   bool find_between(Place low, Place high, Position position, Place& place) const;
+  bool find_anywhere(Position position, Place& place) const;
 
   PositionTree tree_;
 };

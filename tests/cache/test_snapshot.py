@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from agentspec.cache import DraftPolicy, Scope, SuffixCache
 from agentspec.errors import SnapshotError
+from tests.cache.mutations import VOCABULARY, seal
 
 TEXT = list(range(100, 160))
 
@@ -123,6 +125,71 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
         whole[at] ^= 1
         with pytest.raises(SnapshotError):
             SuffixCache.load(path)
+
+
+def test_positions_out_of_order_leave_with_their_text(tmp_path: Path) -> None:
+    """A forged file, whose checksum is right: a position that outlived its text would be read outside of it later."""
+    rng, path = np.random.default_rng(1), tmp_path / "snapshot"
+    cache = SuffixCache(vocab_size=VOCABULARY)
+    for _ in range(40):
+        cache.start("r", rng.integers(0, 900, 8), tenant="t")
+        cache.extend("r", rng.integers(0, 900, 100))
+        cache.finish("r")
+    cache.catch_up()
+    cache.save(path)
+    path.write_bytes(seal(out_of_order(bytearray(path.read_bytes()))))
+    loaded = SuffixCache.load(path, vocab_size=VOCABULARY)
+    loaded.resize(max_tokens=3000)
+    loaded.catch_up()
+    assert 0 < loaded.stats().tokens < cache.stats().tokens
+    loaded.save(path)
+    assert SuffixCache.load(path, vocab_size=VOCABULARY).stats().tokens == loaded.stats().tokens
+    loaded.resize(max_tokens=1000)  # now the rest moves to the front of its memory
+    loaded.catch_up()
+    loaded.start("r", rng.integers(0, 900, 8), tenant="t")
+    loaded.extend("r", rng.integers(0, 900, 100))
+    assert loaded.propose(["r"], 8) and loaded.finish("r")
+
+
+def out_of_order(data: bytearray) -> bytearray:
+    """Swap positions of the first and the last leaves of the snapshot's only index."""
+    leaves = leaves_of(data)
+    for number in range(len(leaves) // 2):
+        first, last = leaves[number], leaves[-1 - number]
+        first[1], last[1] = last[1], int(first[1])
+    return data
+
+
+def leaves_of(data: bytearray) -> NDArray[np.uint32]:
+    """The leaves [n, 64] of the snapshot's only index, of 1,000 to 8,000 positions."""
+    words = np.frombuffer(data, np.uint64)
+    arrays = (at for at in range(8, len(words) - 1) if words[at + 1] == 0)  # with nothing released
+    begin = next(at for at in arrays if words[at] % 64 == 0 and 1000 <= words[at] <= 16_000)
+    return np.frombuffer(data, np.uint32, int(words[begin]), 8 * (begin + 2)).reshape(-1, 64)
+
+
+def test_arctics_rule_reads_nothing_in_front_of_a_text(tmp_path: Path) -> None:
+    """A forged file lists a place where too little agrees. The address sanitizer watches this."""
+    path, policy = tmp_path / "snapshot", DraftPolicy.fixed(max_depth=256, max_draft=64)
+    cache = SuffixCache(vocab_size=VOCABULARY, policy=policy)
+    for number in range(8):  # all begin alike, and half of them end alike
+        cache.start("r", [], tenant="t")
+        end = range(180, 200) if number % 2 else range(500 + 20 * number, 520 + 20 * number)
+        cache.extend("r", [*range(180), *end])
+        cache.finish("r")
+    cache.catch_up()
+    cache.save(path)
+    for low, high in ((2, 583), (3, 1387)):  # a place near the text's start among those behind 180 tokens
+        data = bytearray(path.read_bytes())
+        leaves = leaves_of(data)
+        few, many = np.argwhere(leaves == low)[0], np.argwhere(leaves == high)[0]
+        leaves[tuple(few)], leaves[tuple(many)] = high, low
+        path.with_name("forged").write_bytes(seal(data))
+        loaded = SuffixCache.load(path.with_name("forged"), vocab_size=VOCABULARY, policy=policy)
+        for length in range(100, 181):
+            loaded.start("q", list(range(length)), tenant="t")
+            assert len(loaded.propose(["q"], 64)[0].token_ids) <= 64
+            loaded.abort("q")
 
 
 def test_a_snapshot_that_cannot_be_written(tmp_path: Path) -> None:
