@@ -162,6 +162,7 @@ void Request::forget_sibling() {
 Size Request::size() const {
   Size size;
   size.bytes = heap_bytes(sizeof *this) + index.bytes() + prediction.bytes() +
+               heap_bytes(blocks.capacity() * sizeof(std::uint64_t)) +
                heap_bytes(state.ends.capacity() * sizeof(Token)) +
                heap_bytes(draft.path.capacity() * sizeof(ScoredPosition)) +
                heap_bytes(draft.taken.capacity() * sizeof(Candidate));

@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from agentspec.cache import SuffixCache
+
 BEGIN = """
 import resource
 from pathlib import Path
@@ -96,6 +98,16 @@ LOADS = {
 def test_stats_tell_what_the_process_holds(load: str) -> None:
     held, said, *_ = measure(LOADS[load], max_bytes=None)
     assert abs(held - said) < 0.1 * said + (1 << 20), (held, said)
+
+
+def test_the_hashes_of_a_running_prompt_are_counted() -> None:
+    def held(tokens: int, session: str | None) -> int:
+        cache = SuffixCache()
+        cache.start("r", list(range(tokens)), session=session)
+        return cache.stats().bytes
+
+    hashes = held(64_000, "s") - held(0, "s") - (held(64_000, None) - held(0, None))
+    assert 8 * 1000 <= hashes < 17 * 1000  # one for each 64 tokens
 
 
 def test_a_short_private_session_takes_little() -> None:
