@@ -8,7 +8,7 @@ namespace agentspec {
 namespace {
 
 bool is_same(Token in_text, Token in_row) {
-  return in_text == in_row || (in_text < kBoundary && in_text == placeholder_of(in_row));
+  return in_text == in_row || (in_text < kBoundary && in_row == placeholder_of(in_text));
 }
 
 // Lets no request draft from one whose text goes or changes.

@@ -96,6 +96,19 @@ def test_placeholders_of_images_are_context_and_never_drafted() -> None:
         kept.abort("q")
 
 
+def test_a_row_may_have_any_number_where_a_placeholder_was() -> None:
+    """The sanitizer of undefined behaviour watches this: the largest token has no form as a placeholder."""
+    for token in (2**31 - 1, -(2**31), -1, 99):
+        cache = SuffixCache(vocab_size=100)
+        cache.start("r", [1, 2, 3, 2**31 - 2, 5, 6])
+        row = np.array([[1, 2, 3, token, 5, 6, 7, 8]], np.int32)
+        cache.step(["r"], row, [0], [8], [0], [0])
+        cache.step(["r"], np.array([[1, 2, 3, 1, 2, 3]], np.int32), [0], [6], [0], [0])
+        assert cache.propose(["r"], 1, cost=0.0)[0].token_ids.tolist() == [1]
+        turn = cache.finish("r")
+        assert turn is not None and [*turn.prompt_tail, *turn.response] == [1, 2, 3, 1, 2, 3]
+
+
 def test_request_ids() -> None:
     cache = SuffixCache()
     cache.start("r", [1])
