@@ -1,11 +1,12 @@
 """Keep finished turns in the suffix indexes of their sessions, groups and tenants."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from agentspec.cache.arguments import TokenIds, as_prompt, as_turn
+from agentspec.cache.arguments import TokenIds, as_prompt, as_turn, is_number
 from agentspec.cache.core import PreparedSession, native
 from agentspec.cache.names import UNNAMED_TENANT, Names, key_of, keys_to_load, session_key
 from agentspec.cache.policy import DEFAULT_COST, DraftPolicy
@@ -184,12 +185,16 @@ class KeptTurns:
 
         budget: about how many tokens to process. seconds: CPU time of this thread to spend. None: no limit. Returns the
         tokens processed, 0 when none are left. Each step does a little of this work. Call it while the engine is idle,
-        with few `seconds`, because steps wait meanwhile; and after restoring many turns at start.
+        with few `seconds`, because steps wait meanwhile; and after restoring many turns at start. Raises
+        InvalidInputError for a budget that is no number.
         """
+        if budget is not None and not is_number(budget):
+            raise InvalidInputError(f"budget={budget!r}: give a number of tokens, or None for no limit")
+        if seconds is not None and not (isinstance(seconds, _NUMBER) and not math.isnan(seconds)):
+            raise InvalidInputError(f"seconds={seconds!r}: give a number, or None for no limit")
         if budget is not None or seconds is not None:
-            return self._core.catch_up(
-                _ALL if budget is None else max(budget, 0), _LONG if seconds is None else seconds
-            )
+            tokens = _ALL if budget is None else min(max(budget, 0), _ALL)
+            return self._core.catch_up(tokens, _LONG if seconds is None else seconds)
         total = 0
         while done := self._core.catch_up(_ALL, _LONG):
             total += done

@@ -60,6 +60,8 @@ from agentspec.identifiers import check_ids
 
 DEFAULT_WORK_SECONDS = 0.0005
 """CPU time that a step may spend beside its drafting."""
+_MOST_TOKENS = 2**32
+"""More tokens than an index holds."""
 
 
 class CacheOptions(TypedDict, total=False):
@@ -323,9 +325,10 @@ class SuffixCache(KeptTurns):
         running = self._running.get(request_id)
         if output_limit is not None and not (is_number(output_limit) and output_limit >= 0):
             raise InvalidInputError(f"output_limit={output_limit!r}: give a number of tokens, at least 0")
+        limit = None if output_limit is None else min(output_limit, _MOST_TOKENS)
         names = running.names
         writer, number = name or ("", 0)
-        turn = self._core.finish(running.slot, output_limit, record_of(writer, number) if writer else 0)
+        turn = self._core.finish(running.slot, limit, record_of(writer, number) if writer else 0)
         self._running.release(request_id)
         if turn is None:
             return None

@@ -36,7 +36,7 @@ class WorkBudget {
       : positions_(positions),
         left_(positions),
         most_at_once_(positions < kAll || seconds < kPatient ? kAtOnce : positions),
-        time_(static_cast<std::int64_t>(std::min(seconds, 1e6) * 1e9)) {}
+        time_(static_cast<std::int64_t>(std::min(std::max(0.0, seconds), 1e6) * 1e9)) {}
 
   std::size_t left() const { return left_; }
   std::size_t used() const { return positions_ - left_; }

@@ -150,6 +150,16 @@ def test_numbers_out_of_range() -> None:
             SuffixCache(**options)  # type: ignore[arg-type]
 
 
+def test_numbers_larger_than_any_text() -> None:
+    cache = SuffixCache()
+    for budget, seconds in ((2**70, None), (None, 1e300), (-(2**70), -1e300), (2**70, float("inf"))):
+        cache.start("r", [1, 2])
+        cache.extend("r", [3])
+        cache.catch_up(budget, seconds=seconds)
+        turn = cache.finish("r", output_limit=2**70)
+        assert turn is not None and turn.response.tolist() == [3]
+
+
 def test_numbers_that_are_none() -> None:
     cache = SuffixCache()
     cache.start("r", [1, 2, 1])
@@ -164,6 +174,9 @@ def test_numbers_that_are_none() -> None:
     for options in ({"vocab_size": "a"}, {"max_bytes": 2**70}, {"max_tokens": 1.5}, {"max_bytes": True}):
         with pytest.raises(ConfigurationError, match=f"{next(iter(options))}="):
             SuffixCache(**options)
+    for options in ({"budget": 1.5}, {"budget": "x"}, {"seconds": "x"}, {"seconds": float("nan")}, {"budget": True}):
+        with pytest.raises(InvalidInputError, match=f"{next(iter(options))}="):
+            cache.catch_up(**options)
     SuffixCache(vocab_size=np.int64(9), max_bytes=np.int64(10_000_000))  # type: ignore[arg-type]
 
 
