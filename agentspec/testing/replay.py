@@ -142,7 +142,10 @@ class ReplayEngine:
         return self.advance(None)
 
     def begin(self, calls: Iterable[Call], batch: int = 1) -> None:
-        """Hand over the calls; ``advance`` then runs them piece by piece. Raises what ``run`` raises."""
+        """Hand over the calls; ``advance`` then runs them piece by piece. Raises what ``run`` raises.
+
+        Requests of earlier calls that are still in flight, as after an error, are ended.
+        """
         calls = list(calls)
         if not 1 <= batch <= self.spec.max_batch:
             raise ConfigurationError(f"batch must be between 1 and {self.spec.max_batch}, got {batch}")
@@ -186,20 +189,25 @@ class ReplayEngine:
 
     def _ask(self, *command: Any) -> Any:
         self.wait_ready()
-        self._pipe.send(command)
+        try:
+            self._pipe.send(command)
+        except OSError:
+            raise self._ended() from None
         return self._receive()
 
     def _receive(self) -> Any:
         try:
             kind, value = self._pipe.recv()
-        except EOFError:
-            self._process.join(timeout=5)
-            raise ReplayError(
-                f"the engine process of method {self.spec.method} ended (exit code {self._process.exitcode})"
-            ) from None
+        except (EOFError, OSError):
+            raise self._ended() from None
         if kind == "error":
             raise ReplayError(f"method {self.spec.method}: {value}")
         return value
+
+    def _ended(self) -> ReplayError:
+        self._process.join(timeout=5)
+        code = self._process.exitcode
+        return ReplayError(f"the engine process of method {self.spec.method} ended (exit code {code}): start a new one")
 
 
 def compare(

@@ -68,6 +68,8 @@ def serve(pipe: Connection, spec: EngineSpec) -> None:
                 pipe.send(("ok", engine.info()))
             name, *args = pipe.recv()
             if name == "begin":
+                if replay is not None:
+                    replay.end()
                 replay = Replay(engine, *args)
                 pipe.send(("ok", None))
             elif replay is None:
@@ -237,6 +239,10 @@ class Replay:
             decode_seconds=tuple(times),
             part_seconds={name: tuple(values) for name, values in parts.items()},
         )
+
+    def end(self) -> None:
+        """End the requests in flight, such as those of a replay that failed."""
+        self._engine.llm.llm_engine.abort_request([running.request_id for running in self._running.values()])
 
     def _fill(self) -> None:
         busy = {_lane(running.call) for running in self._running.values()}

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.testing.replay import Call, ModelShape, ReplayEngine, ReplayResult, compare, fitting_length
+from agentspec.testing.replay import (
+    Call,
+    ModelShape,
+    ReplayEngine,
+    ReplayError,
+    ReplayResult,
+    compare,
+    fitting_length,
+)
 
 VOCABULARY = 512
 METHODS = ("none", "ngram", "agentspec", "vllm")
@@ -120,6 +128,26 @@ def test_the_calls_of_a_lane_run_one_after_the_other(engines: dict[str, ReplayEn
 
     assert run(("a", "a")).decode_seconds == ()  # there is no step in which both slots decode
     assert len(run(("a", "b")).decode_seconds) > 5
+
+
+def test_new_calls_end_those_that_are_in_flight(engines: dict[str, ReplayEngine]) -> None:
+    unequal = [Call(None, _tokens(70 + i, 10), _tokens(80 + i, 2 + 20 * i)) for i in range(3)]
+    for engine in engines.values():
+        engine.begin(unequal, batch=3)
+        assert engine.advance(1).calls == 1
+        again = engine.run(unequal, batch=3)
+        assert (again.calls, again.tokens) == (3, 66)
+
+
+def test_an_engine_whose_process_was_killed_says_so() -> None:
+    engine = ReplayEngine(method="none", shape=ModelShape(vocab_size=VOCABULARY, hidden=32, layers=1, heads=1))
+    with engine:
+        engine.wait_ready()
+        engine._process.kill()
+        engine._process.join()
+        for _ in range(2):
+            with pytest.raises(ReplayError, match=r"method none ended \(exit code -9\)"):
+                engine.run(CALLS[:1])
 
 
 def test_calls_that_cannot_be_played_are_named(engines: dict[str, ReplayEngine]) -> None:
