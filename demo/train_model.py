@@ -205,7 +205,8 @@ def loss_of(model: Any, ids: Tensor, learn: Tensor) -> tuple[Tensor, float]:
 def export(model: Any, tokenizer: Tokenizer, out: Path, card: str) -> None:
     """Write the model folder beside ``out`` and swap it in, so that nobody reads half a model."""
     new, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
-    shutil.rmtree(new, ignore_errors=True)
+    for left in (new, old):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
     new.mkdir(parents=True)
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
     half = LlamaForCausalLM(model.config)
@@ -324,8 +325,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=50)
+    options = Options(**vars(parser.parse_args()))
+    if options.out.exists() and not (options.out / "tokenizer.json").exists():
+        parser.error(f"--out {options.out} is there and is no model: name another folder, because it is replaced whole")
     transformers_logging.disable_progress_bar()
-    trainer = Trainer(Options(**vars(parser.parse_args())))
+    trainer = Trainer(options)
     trainer.resume()
     trainer.run()
 

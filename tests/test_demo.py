@@ -33,6 +33,18 @@ def test_it_makes_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert (tmp_path / "new" / "results").is_dir()
 
 
+def test_a_trained_model_takes_the_place_of_a_model_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from demo import train_model
+
+    monkeypatch.setattr(sys, "argv", ["train_model.py", "--steps", "0", "--out", str(tmp_path)])
+    monkeypatch.setattr(train_model, "Trainer", lambda _: pytest.fail("it trains"))
+    with pytest.raises(SystemExit):
+        train_model.main()
+    assert f"--out {tmp_path} is there and is no model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("option", "value"), [("--sessions", "1"), ("--out", __file__)])
 def test_it_names_the_option_that_cannot_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
