@@ -192,7 +192,11 @@ std::string Cache::load(const std::string& path, const std::string& identity) {
     throw std::runtime_error("it was saved with vocab_size=" + std::to_string(vocabulary) + ", which is more than " +
                              std::to_string(vocab_size_) + ": it belongs to another model");
   }
-  CacheEntries loaded(settings_, entries_.limits, entries_.window);
+  const auto limits = [&] {
+    std::lock_guard lock(mutex_);
+    return entries_.limits;
+  }();
+  CacheEntries loaded(settings_, limits, entries_.window);
   const bool same_window = static_cast<HistoryWindow::Unit>(reader.number()) == loaded.window.unit;
   const std::uint64_t periods = reader.number();
   if (same_window) loaded.periods = periods;

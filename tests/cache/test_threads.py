@@ -169,3 +169,20 @@ def wait_until_indexed(cache: SuffixCache) -> None:
     while cache.stats().pending:
         assert time.monotonic() < deadline, "nothing indexes"
         time.sleep(0.001)
+
+
+def test_budgets_may_change_while_a_snapshot_is_loaded(tmp_path: Path) -> None:
+    """The sanitizer of threads watches this."""
+    filled = SuffixCache()
+    for number in range(200):
+        filled.start("r", [number, 1, 2, 3], session=f"s{number}", tenant="t")
+        filled.extend("r", list(range(number, number + 50)))
+        filled.finish("r")
+    filled.save(tmp_path / "snapshot")
+    cache = SuffixCache()
+    loading = threading.Thread(target=cache.load_snapshot, args=(tmp_path / "snapshot",))
+    loading.start()
+    for number in range(2000):
+        cache.resize(max_tokens=1_000_000 + number)
+    loading.join()
+    assert cache.stats().tokens == filled.stats().tokens
