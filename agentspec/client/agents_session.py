@@ -15,7 +15,8 @@ _DROPPED = frozenset({"reasoning", "compaction"})
 """Types of items that say nothing to another model."""
 _ANSWER = {"type": "message", "id": "__fake_id__", "role": "assistant", "status": "completed"}
 """Form of an answer's text to which a Runner joins the calls behind it; the id is openai-agents' own placeholder."""
-_TO_CHAT = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "text"}
+_TEXTS = frozenset({"input_text", "output_text", "text", "refusal"})
+"""Types of parts that a chat message has as text."""
 _SAME_IN_BOTH = frozenset({"input_audio", "video_url"})
 _FILE_FIELDS = ("file_data", "file_id", "filename")
 
@@ -130,7 +131,7 @@ def _content(content: Any) -> Any:
 
 def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
     kind = part["type"]
-    if kind in _TO_CHAT:
+    if kind in _TEXTS:
         return {"type": "text", "text": part.get("text") or part.get("refusal") or ""}
     if kind == "input_image" and part.get("image_url"):
         return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail", "auto")}}
