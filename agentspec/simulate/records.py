@@ -21,7 +21,7 @@ from agentspec.cache.arguments import MAX_VOCAB, as_tokens
 from agentspec.cache.types import Int32Array
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, first_line
 from agentspec.files import read_lines
-from agentspec.identifiers import check_session_id
+from agentspec.identifiers import check_ids
 
 Progress = Callable[[int], None]
 Tokenizer = Callable[[str], Sequence[int]]
@@ -160,9 +160,7 @@ def _call(
 ) -> Call:
     session, group = str(record.session), None if record.group is None else str(record.group)
     owner = record.tenant if tenant is None else tenant
-    for name, value in (("session", session), ("group", group), ("tenant", owner)):
-        if value is not None:
-            check_session_id(value, name)
+    check_ids(session=session, group=group, tenant=owner)
     prompt = _tokens("prompt", record.prompt_token_ids, record.prompt, tokenizer)
     response = _tokens("response", record.response_token_ids, record.response, tokenizer)
     if record.continues:
