@@ -39,8 +39,8 @@ Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
 
-class ReplayRates:
-    """Add the rates of a replay to a class that counts its tokens, steps, drafted and accepted tokens."""
+class DraftRates:
+    """Add the rates of drafting to a class that counts tokens, decode steps, drafted and accepted tokens."""
 
     __slots__ = ()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from agentspec.cache.types import Int32Array, ReplayRates
+from agentspec.cache.types import DraftRates, Int32Array
 from agentspec.client.messages import shown
 from agentspec.client.reply import Reply, Speculation, total_speculation
 from agentspec.errors import ConfigurationError, InvalidInputError
@@ -36,7 +36,7 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast(ReplayRates):
+class Forecast(DraftRates):
     """Hold what speculation would bring on the calls of a session, and what it brought where that is known.
 
     calls: model calls of the session that were replayed. Those since the last forecast are remembered up to 64 MiB, of

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from agentspec.cache.types import DraftRates
 from agentspec.errors import ConfigurationError, InvalidInputError, RolloutError
 from agentspec.rollout.journal import Journal, Key, Sample
 from agentspec.rollout.problems import Problem
@@ -90,7 +91,7 @@ def distribution(model: str, plan: Plan) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class EpochFigures:
+class EpochFigures(DraftRates):
     """Count what an epoch brought so far.
 
     resumed: samples that the journal held before; their rewards count, their tokens don't. steps: decode steps of the
@@ -110,16 +111,6 @@ class EpochFigures:
     rewarded: int = 0
     reward_sum: float = 0.0
     reward_errors: int = 0
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Return the mean tokens of a sample's decode step, the bonus token included."""
-        return self.tokens / max(1, self.steps)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Return accepted / drafted; 0 if nothing was drafted."""
-        return self.accepted / max(1, self.drafted)
 
     @property
     def mean_reward(self) -> float | None:

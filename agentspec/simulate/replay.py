@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from agentspec.cache.types import SOURCES, ReplayRates, Scope
+from agentspec.cache.types import SOURCES, DraftRates, Scope
 from agentspec.simulate.records import Call
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Durations:
 
 
 @dataclass(slots=True)
-class Figures(ReplayRates):
+class Figures(DraftRates):
     """Hold what a simulation counts and times.
 
     tokens: tokens of all responses. steps: verifications, each of which gives its accepted tokens and one more.

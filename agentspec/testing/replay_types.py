@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.types import ReplayRates
+from agentspec.cache.types import DraftRates
 from agentspec.errors import AgentSpecError, ConfigurationError
 
 Int32 = NDArray[np.int32]
@@ -92,7 +92,7 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayResult(ReplayRates):
+class ReplayResult(DraftRates):
     """Count what a replay did, for every method alike, in vLLM's model runner.
 
     ``steps`` are verification steps of single requests (one row that was given tokens, the step that ends the
