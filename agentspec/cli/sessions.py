@@ -22,7 +22,7 @@ from agentspec.cli.server import (
     shown_time,
     write_private,
 )
-from agentspec.cli.tables import print_table
+from agentspec.cli.tables import JsonOption, print_table
 from agentspec.errors import AgentSpecError, StoreUnavailableError
 from agentspec.identifiers import check_session_id, to_path
 
@@ -34,7 +34,6 @@ _ERASURE_SECONDS = 120.0
 _PART_BYTES = 4 << 20
 """Bytes of turns that one call imports: the server takes twice that."""
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
 
 

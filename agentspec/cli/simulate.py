@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from agentspec.cache import DraftPolicy, Scope
-from agentspec.cli.tables import print_table
+from agentspec.cli.tables import JsonOption, figures_table, print_table
 from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.identifiers import check_session_id
 from agentspec.simulate import Figures, open_tokenizer, read_calls
@@ -55,7 +54,7 @@ def simulate(
     max_spec_factor: Annotated[float | None, typer.Option(help="arctic: draft tokens for each matched one.")] = None,
     max_spec_offset: Annotated[float | None, typer.Option(help="arctic: draft tokens more than that.")] = None,
     min_token_prob: Annotated[float | None, typer.Option(help="arctic: least probability of a draft.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Replay recorded conversations through the cache, with greedy verification against what was recorded.
 
@@ -90,7 +89,7 @@ def simulate(
     if as_json:
         typer.echo(json.dumps(figures.as_dict(), indent=1))
     else:
-        print_table(_table(file.name, figures))
+        print_table(figures_table(file.name, _rows(figures)))
 
 
 def _policy(rule: Rule, common: Options, learned: Options, arctic: Options) -> DraftPolicy:
@@ -114,12 +113,9 @@ def _flag(option: str) -> str:
     return "--verify-cost" if option == "cost" else f"--{option.replace('_', '-')}"
 
 
-def _table(title: str, figures: Figures) -> Table:
-    table = Table(title=title, show_header=False)
-    table.add_column("figure")
-    table.add_column("value", justify="right")
+def _rows(figures: Figures) -> list[tuple[str, str]]:
     shares = {name: count for name, count in figures.accepted_by_source.items() if count}
-    for name, value in (
+    return [
         ("tokens", f"{figures.tokens:,}"),
         ("steps", f"{figures.steps:,}"),
         ("tokens a step", f"{figures.tokens_per_step:.3f}"),
@@ -129,9 +125,7 @@ def _table(title: str, figures: Figures) -> Table:
         ("propose, µs a call, p50 / p99", _pair(figures.propose.as_dict())),
         ("extend, µs a call, p50 / p99", _pair(figures.extend.as_dict())),
         ("bytes a token kept", f"{figures.bytes_per_token:.1f}"),
-    ):
-        table.add_row(name, value)
-    return table
+    ]
 
 
 def _pair(times: dict[str, float]) -> str:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from agentspec.cache.store import LogNames, open_store, redact
-from agentspec.cli.tables import print_table
+from agentspec.cli.tables import JsonOption, figures_table, print_table
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _commands = typer.Typer(help="Draft models: look at one, reduce its head.", no_args_is_help=True)
 
 SpeculatorArgument = Annotated[str, typer.Argument(metavar="SPECULATOR", help="Folder of a checkpoint, or a hub id.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -173,12 +171,7 @@ def _print(title: str, figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(figures, indent=1))
         return
-    table = Table(title=title, show_header=False)
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name.replace("_", " "), _shown(value))
-    print_table(table)
+    print_table(figures_table(title, ((name.replace("_", " "), _shown(value)) for name, value in figures.items())))
 
 
 def _shown(value: Any) -> str:
