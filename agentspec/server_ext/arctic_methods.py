@@ -32,14 +32,11 @@ _RULE = {
     "min_token_prob": ("suffix_decoding_min_token_prob", "suffix_min_token_prob"),
 }
 _REQUESTS = ("suffix_decoding_max_cached_requests", "suffix_cache_max_requests")
-_COMMON = ("method", "num_speculative_tokens", "disable_by_batch_size", *_REQUESTS)
-_KNOWN = {
-    "suffix": {*_COMMON, "model", "enable_suffix_decoding", *(name for names in _RULE.values() for name in names)},
-    "arctic": {
-        *(*_COMMON, "model", "enable_suffix_decoding", "suffix_speculative_tokens"),
-        *(name for names in _RULE.values() for name in names),
-    },
+_COMMON = {
+    *("method", "model", "num_speculative_tokens", "enable_suffix_decoding", "disable_by_batch_size", *_REQUESTS),
+    *(name for names in _RULE.values() for name in names),
 }
+_KNOWN = {"suffix": _COMMON, "arctic": {*_COMMON, "suffix_speculative_tokens"}}
 NOTHING = {"max_spec_factor": 0.0}
 """Parameters that make every suffix draft empty, so that only the draft model drafts."""
 _SUFFIX_DEPTH, _ARCTIC_DEPTH = 24, 64
