@@ -116,12 +116,11 @@ class Callers:
         if presented is None:
             apart = self._principal_header or self._tenant_header or self._keys
             return Caller(NOBODY if apart else None, self._tenant)
-        key, principal, tenant = None, None, None
-        bearer = presented.bearer()
-        if presented.verified or (presented.verified is None and self._keys is not None and self._keys.has(bearer)):
-            key = bearer
         if presented.verified is False:
             return Caller(NOBODY)
+        bearer = presented.bearer()
+        key = bearer if presented.verified or (self._keys is not None and self._keys.has(bearer)) else None
+        principal = tenant = None
         if self._principal_header is not None:
             principal = presented.only(self._principal_header)
             if principal is None:

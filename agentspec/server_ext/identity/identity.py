@@ -120,15 +120,7 @@ class RequestTagger:
         """
         tagged = {key: value for key, value in (extra_args or {}).items() if key not in _OUR_KEYS}
         if presented is not None:
-            tagged[CALL_KEY] = presented.call
-        if presented is not None and presented.batch:
-            tagged[BATCH_KEY] = True
-        if presented is not None and presented.prediction:
-            tagged[PREDICTION_KEY] = list(presented.prediction)
-        if presented is not None and presented.quotable:
-            tagged[QUOTABLE_KEY] = presented.quotable
-        if presented is not None and presented.all(FIGURES_HEADER)[:1] == ["detailed"]:
-            tagged[DETAIL_KEY] = True
+            tagged |= _shown_by(presented)
         if session_id is not None:
             tagged[SESSION_KEY] = session_id
         try:
@@ -201,6 +193,20 @@ def identify(extra_args: Mapping[str, Any] | None) -> Identity:
     if not all(isinstance(value, kind) for value, kind in zip(tag, kinds, strict=True)):
         return _NONE_SHARED
     return Identity(*tag)
+
+
+def _shown_by(presented: Presented) -> dict[str, Any]:
+    """Return the entries of ``extra_args`` that a request's HTTP call makes, beside its identity."""
+    shown: dict[str, Any] = {CALL_KEY: presented.call}
+    if presented.batch:
+        shown[BATCH_KEY] = True
+    if presented.prediction:
+        shown[PREDICTION_KEY] = list(presented.prediction)
+    if presented.quotable:
+        shown[QUOTABLE_KEY] = presented.quotable
+    if presented.all(FIGURES_HEADER)[:1] == ["detailed"]:
+        shown[DETAIL_KEY] = True
+    return shown
 
 
 def _read_headers(extra: dict[str, Any], presented: Presented | None) -> None:
