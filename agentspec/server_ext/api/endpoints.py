@@ -32,6 +32,7 @@ from agentspec.server_ext.vllm_adapter.frontend import (
     ask_or_refuse,
     drafting_engine,
     engine_of,
+    refused_if_busy,
 )
 from agentspec.server_ext.vllm_adapter.speculative_config import what_drafts
 
@@ -109,10 +110,8 @@ async def stats(request: Request) -> dict[str, Any]:
 @router.get("/requests/{request_id:path}")
 async def request_figures(request: Request, request_id: str) -> dict[str, Any]:
     """Return the figures of one request, or 404 if it is another principal's, unknown or forgotten."""
-    try:
+    with refused_if_busy():
         figures = await figures_of(drafting_engine(request), request_id)
-    except TimeoutError:
-        raise HTTPException(status_code=503, detail="an engine is busy and has not answered; try again") from None
-    if figures is not None:
-        return figures
-    raise HTTPException(status_code=404, detail=f"no figures of request {request_id}")
+    if figures is None:
+        raise HTTPException(status_code=404, detail=f"no figures of request {request_id}")
+    return figures

@@ -80,16 +80,23 @@ async def ask_engines(
     return [answer for workers in answers for answer in workers if answer is not None]
 
 
+@contextmanager
+def refused_if_busy() -> Iterator[None]:
+    """Answer an HTTP request with 503 where the block raises TimeoutError, as when it asks an engine."""
+    from fastapi import HTTPException
+
+    try:
+        yield
+    except TimeoutError:
+        raise HTTPException(status_code=503, detail="an engine is busy and has not answered; try again") from None
+
+
 async def ask_or_refuse(
     engine_client: Any, *question: Any, engines: Sequence[int] | None = None
 ) -> list[dict[str, Any]]:
     """Ask engines for an HTTP route (``ask_engines``). Raise a 503 if one of them does not answer in time."""
-    from fastapi import HTTPException
-
-    try:
+    with refused_if_busy():
         return await ask_engines(engine_client, *question, engines=engines)
-    except TimeoutError:
-        raise HTTPException(status_code=503, detail="an engine is busy and has not answered; try again") from None
 
 
 def engine_numbers(engine_client: Any) -> Sequence[int]:
