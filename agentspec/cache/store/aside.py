@@ -57,9 +57,10 @@ class SetAside:
         self._count = 0
 
     def __len__(self) -> int:
+        """Return how many records wait."""
         return self._count
 
-    def __bool__(self) -> bool:
+    def is_part_away(self) -> bool:
         """Return whether a part is away; a log that is refused does not count."""
         return any(not is_log(name) for name in self._parts)
 
@@ -67,14 +68,17 @@ class SetAside:
         """Return how many logs the store refuses."""
         return sum(is_log(name) and part.breaker.state != "closed" for name, part in self._parts.items())
 
-    def part_of(self, namespace: str, now: Callable[[str], str]) -> str | None:
-        """Return the part that a log's records wait for, None if they don't. now: says which part has a log."""
+    def part_of(self, namespace: str, current_part: Callable[[str], str]) -> str | None:
+        """Return the part that a log's records wait for; None if they don't wait.
+
+        current_part: returns the part that has a log now.
+        """
         if not self._parts:
             return None
         for name, part in self._parts.items():
             if namespace in part.logs:  # even where the log has moved, so that its records keep their order
                 return name
-        name = now(namespace)
+        name = current_part(namespace)
         return name if name in self._parts else None
 
     def add(self, part: str, items: Sequence[QueuedRecord], *, first: bool = False) -> CircuitBreaker:

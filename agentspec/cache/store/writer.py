@@ -149,7 +149,7 @@ class BackgroundWriter:
                 refused_logs=self._aside.refused_logs(),
                 trimmed=self._trimmer.removed,
                 trim_failed=self._trimmer.failed,
-                state="open" if self._aside else self._breaker.state,
+                state="open" if self._aside.is_part_away() else self._breaker.state,
             )
 
     def _run(self) -> None:
