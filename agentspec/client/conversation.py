@@ -274,11 +274,10 @@ class Conversation:
                 return
             at = next(at for at, said in reversed(list(enumerate(self._history))) if said.message.get("tool_calls"))
             position, message = self._history[at]
-            said = [
-                Said(position + 1 + index, {"role": "tool", "tool_call_id": call["id"], "content": content})
-                for index, call in enumerate(message["tool_calls"])
-                for content in (answers.get(index, otherwise),)
-            ]
+            said: list[Said] = []
+            for index, call in enumerate(message["tool_calls"]):
+                answer = {"role": "tool", "tool_call_id": call["id"], "content": answers.get(index, otherwise)}
+                said.append(Said(position + 1 + index, answer))
             self._history[at + 1 :] = said
             self._next_position = position + 1 + len(said)
             self._save(said)

@@ -237,7 +237,8 @@ class BackgroundLoader:
                 if isinstance(record, TurnRecord):
                     loaded.add(record)
                 job.after, job.tries = entry.sequence, 0
-                if loaded.size >= self._whole_bytes if whole else _is_slice(loaded):
+                full = loaded.size >= self._whole_bytes if whole else _is_slice(loaded)
+                if full:
                     self._publish(job, loaded)
                     loaded, whole = Loaded(job.wanted), False
                 if job.wanted.is_corpus and seen >= _SLICE:

@@ -85,10 +85,8 @@ class Accounts:
             if not state.end_tokens.isdisjoint(new):
                 added = next(place for place, token in enumerate(new, 1) if token in state.end_tokens)
         if added > 1 and state.repetition is not None:  # it may have ended the response inside of the draft
-            before, response = (
-                state.counted_length - state.prompt_length,
-                step.tokens[row, state.prompt_length : length],
-            )
+            before = state.counted_length - state.prompt_length
+            response = step.tokens[row, state.prompt_length : length]
             end = state.repetition.end_of(response[: before + added], before)
             added = added if end is None else end - before
         state.uncounted += gained - added

@@ -194,12 +194,16 @@ class Metrics:
     ) -> dict[str, Any] | None:
         """Return the figures of one API request of this caller, or None if it is unknown or forgotten.
 
-        call: the one of several with this id; None: the one that began last.
+        call: the one of several with this id; None: the one that began last. any_caller: return that of any caller.
         """
-        keys = [self._latest.get((caller, request_id)) if call is None else (caller, request_id, call)]
         if any_caller:
-            keys = [key for (_, held), key in self._latest.items() if held == request_id]
-        for key in filter(None, keys):
+            keys = [key for (_, api_id), key in self._latest.items() if api_id == request_id]
+        elif call is not None:
+            keys = [(caller, request_id, call)]
+        else:
+            latest = self._latest.get((caller, request_id))
+            keys = [] if latest is None else [latest]
+        for key in keys:
             figures = self._running.get(key) or self._finished.get(key)
             if figures is not None:
                 return figures.as_dict(request_id)
