@@ -75,20 +75,21 @@ def take_draft_token_ids(original: Callable[..., Any], runner: Any) -> Any:
     The scheduler removed each request's draft when it scheduled the request, so there is nothing left to replace. Under
     asynchronous scheduling the answer also fills in placeholders: then it stays vLLM's.
     """
-    extension = extension_of(runner)
-    if extension is not None and extension.drafted_nothing and not runner.use_async_scheduling:
-        return None
-    return original(runner)
+    return None if _drafted_nothing(runner) else original(runner)
 
 
 def sample_tokens(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
     """Note in the runner's output that it drafted nothing, so that the engine core need not ask."""
     output = original(runner, *args)
-    extension = extension_of(runner)
-    idle = extension is not None and extension.drafted_nothing and not runner.use_async_scheduling
-    if idle and output.req_ids:  # otherwise it may be a constant of vLLM's
+    if _drafted_nothing(runner) and output.req_ids:  # without requests it may be a constant of vLLM's
         setattr(output, _NO_DRAFTS, True)
     return output
+
+
+def _drafted_nothing(runner: Any) -> bool:
+    """Return whether the runner's latest step left every row without a draft. False under asynchronous scheduling."""
+    extension = extension_of(runner)
+    return extension is not None and extension.drafted_nothing and not runner.use_async_scheduling
 
 
 def update_from_output(

@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, cast
 
 from agentspec.cache.store import LogNames, open_store, snapshot_path
@@ -378,7 +377,7 @@ def _tokenizer(model_config: Any) -> Tokenize | None:
     if model_config.skip_tokenizer_init:
         return None
 
-    @cache
+    @functools.cache
     def load() -> Any:
         from transformers import AutoTokenizer
 
