@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -270,22 +270,22 @@ def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Se
         raise ConfigurationError(_explain(error)) from None
 
 
-def settle_store(config: object, environ: MutableMapping[str, str] = os.environ) -> Settings:
+def settle_store(config: object) -> Settings:
     """Return the settings, with a store that could be opened.
 
     config: vLLM's ``additional_config`` value. A default store that cannot be opened, as on a full disk, makes way for
     one in memory, here and in the processes that this one starts. Raises ConfigurationError as ``load_settings`` does,
     and StoreError for a store that somebody named, whose file is not agentspec's, or whose logs have other shards.
     """
-    settings = load_settings(config, environ)
+    settings = load_settings(config)
     try:
         with closing(open_store(settings.store, to_write=True)) as opened:
             check_layout(opened)
     except StoreUnavailableError as error:
         if "store" in settings.model_fields_set:
             raise StoreUnavailableError(f"store {error} (--store or AGENTSPEC_STORE)") from error
-        environ[ENVIRONMENT["store"]] = memory_instead(str(error))
-        return load_settings(config, environ)
+        os.environ[ENVIRONMENT["store"]] = memory_instead(str(error))
+        return load_settings(config)
     return settings
 
 

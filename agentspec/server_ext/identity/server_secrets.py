@@ -45,10 +45,10 @@ def keep_secret(store: Store, secret: bytes, environ: Mapping[str, str] = os.env
         store.keep_secret(bytes.fromhex(secret.decode()))
 
 
-def check_secrets(environ: Mapping[str, str] = os.environ) -> None:
+def check_secrets() -> None:
     """Raise ConfigurationError if ``AGENTSPEC_SECRET`` or ``AGENTSPEC_ADMIN_KEY`` is too short."""
-    admin_key(environ)
-    if given := environ.get(SECRET):
+    admin_key()
+    if given := os.environ.get(SECRET):
         _checked_secret(SECRET, given)
 
 
