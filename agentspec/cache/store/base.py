@@ -15,6 +15,10 @@ NEW_SESSION = ""
 QUEUE_BYTES = 64 << 20
 """Most bytes of records that wait between a store and the program, unless told otherwise."""
 
+SLICE_ENTRIES, SLICE_BYTES = 256, 1 << 20
+"""Most entries, and about the most payload bytes, that one slice of trimming removes, so that appends do not wait
+long."""
+
 History = Literal["whole", "trimmed", "lost"]
 """How much a log still has of the entries behind a cursor. "whole": all of them. "trimmed": retention removed some.
 "lost": the store was emptied or replaced."""
@@ -216,8 +220,7 @@ class Store(Protocol):
     def trim(self, retention: Retention) -> Trimmed:
         """Remove one slice of the oldest entries beyond the limits, of all namespaces together, and free their space.
 
-        A slice is at most 256 entries or about 1 MB, so that appends do not wait long. Call it again while it says
-        that there is more.
+        A slice is SLICE_ENTRIES or about SLICE_BYTES at most. Call it again while it says that there is more.
         """
         ...
 

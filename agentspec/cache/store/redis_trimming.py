@@ -4,7 +4,7 @@ import heapq
 import logging
 from collections.abc import Callable
 
-from agentspec.cache.store.base import Retention, Trimmed, Usage
+from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, Retention, Trimmed, Usage
 from agentspec.cache.store.courtesy import Courtesy
 from agentspec.cache.store.redis_client import RedisClient
 from agentspec.cache.store.redis_index import LogIndex
@@ -13,8 +13,6 @@ from agentspec.errors import StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
-_SLICE_ENTRIES = 256
-_SLICE_BYTES = 1 << 20
 _SESSION_BYTES = 400  # measured on Redis 7: what the server needs for a session beside its entries
 _EXPIRY_DAYS = 1.0  # payloads expire so long after the retention's age, in case nobody is left to trim them
 
@@ -100,8 +98,8 @@ class Trimming:
         cutoff: milliseconds up to which all go. count, size: how many entries and bytes have to go besides. A node that
         does not answer keeps its logs for now.
         """
-        oldest = self._index.oldest(_SLICE_ENTRIES) if cutoff >= 0 or count > 0 or size > 0 else []
-        entries, room, away = _SLICE_ENTRIES, _SLICE_BYTES, None
+        oldest = self._index.oldest(SLICE_ENTRIES) if cutoff >= 0 or count > 0 or size > 0 else []
+        entries, room, away = SLICE_ENTRIES, SLICE_BYTES, None
         parts_away: set[str] = set()
         while oldest and entries > 0 and room > 0:
             first, name = oldest[0]
@@ -133,9 +131,9 @@ class Trimming:
                 heapq.heapreplace(oldest, (state.oldest, name))
             else:
                 heapq.heappop(oldest)
-        if away is not None and entries == _SLICE_ENTRIES:
+        if away is not None and entries == SLICE_ENTRIES:
             raise away
-        return _SLICE_ENTRIES - entries
+        return SLICE_ENTRIES - entries
 
     def _shard(self, name: str) -> RedisShard:
         """Return the shard of this name in the index."""

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentspec.cache.store.base import (
+    SLICE_BYTES,
     Entry,
     Erasure,
     History,
@@ -35,7 +36,6 @@ from agentspec.cache.store.base import (
 from agentspec.cache.store.courtesy import Courtesy
 from agentspec.cache.store.records import EraseRecord, encode
 from agentspec.cache.store.sqlite_entries import (
-    SLICE_BYTES,
     beyond_limits,
     cursor_of,
     delete,

@@ -3,12 +3,8 @@
 import sqlite3
 import time
 
-from agentspec.cache.store.base import NewEntry, Retention, bad_cursor
+from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, NewEntry, Retention, bad_cursor
 from agentspec.cache.store.sqlite_file import OVERFLOW, PAGE_SIZE, padded, pragma
-
-SLICE_BYTES = 1 << 20
-"""About the most payload bytes that one slice of trimming removes."""
-_SLICE_ENTRIES = 256
 
 Query = tuple[str, tuple[str | int | float, ...]]
 """An SQL query that selects sequences, and its values."""
@@ -57,7 +53,7 @@ def beyond_limits(connection: sqlite3.Connection, retention: Retention) -> Query
 def _first_within(connection: sqlite3.Connection, size: int, entries: str, *values: float) -> int:
     """Return how many of these entries, the first ones, hold about ``size`` bytes; at most as many as a slice has."""
     count = 0
-    for (held,) in connection.execute(f"SELECT size FROM {entries} LIMIT ?", (*values, _SLICE_ENTRIES)):
+    for (held,) in connection.execute(f"SELECT size FROM {entries} LIMIT ?", (*values, SLICE_ENTRIES)):
         if size <= 0:
             break
         count += 1
