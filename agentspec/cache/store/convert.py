@@ -32,8 +32,8 @@ from agentspec.cache.store.naming import SCHEMA, LogNames, frame, mac
 from agentspec.cache.store.records import MessageRecord, TurnRecord, decode, encode
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import SQLiteStore
-from agentspec.cache.store.sqlite_file import APPLICATION_ID, empty_log
-from agentspec.cache.store.urls import open_redis, open_store, redact, sqlite_path
+from agentspec.cache.store.sqlite_file import APPLICATION_ID, BESIDE, empty_log
+from agentspec.cache.store.urls import is_sqlite, open_redis, open_store, redact, sqlite_path
 from agentspec.cache.types import SCOPES, UInt64Array
 from agentspec.errors import (
     AgentSpecError,
@@ -137,7 +137,7 @@ def _divide(store: Store, old: str, logs: LogNames, counts: Converted) -> None:
 
 
 def _convert_schema(url: str, secret: str | None, tenant: str | None) -> Converted:
-    if url.lower().startswith("sqlite:"):
+    if is_sqlite(url):
         return _convert_file(sqlite_path(url), secret, tenant)
     if url.startswith("memory:"):
         raise StoreVersionError(f"{url}: memory holds nothing of an older release")
@@ -322,7 +322,7 @@ def _convert_rows(
 
 
 def _files(path: Path) -> list[Path]:
-    return [path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))]
+    return [path, *(path.with_name(path.name + suffix) for suffix in BESIDE)]
 
 
 def _convert_redis(store: RedisStore, shown: str, secret: str | None, tenant: str | None) -> Converted:

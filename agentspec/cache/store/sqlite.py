@@ -44,6 +44,7 @@ from agentspec.cache.store.sqlite_entries import (
     sequence_of,
 )
 from agentspec.cache.store.sqlite_file import (
+    BESIDE,
     FRONT,
     PAGE_SIZE,
     connect,
@@ -60,7 +61,6 @@ from agentspec.errors import StoreError, StoreUnavailableError
 _ROWS = 64  # entries that a read fetches at once
 _FREE_PAGES = 256  # left in the file for the next records
 _FileId = tuple[int, int]
-_BESIDE = ("-wal", "-shm")  # the write-ahead log, and the memory that its users share
 _POLL_SECONDS = 0.01  # between two looks at whether anybody wrote
 
 
@@ -328,7 +328,7 @@ class SQLiteStore(_Database):
 
         Where another process has made new files, moving the log into the file could damage what that one writes.
         """
-        both = tuple(zip(_BESIDE, beside, self._beside, strict=True))
+        both = tuple(zip(BESIDE, beside, self._beside, strict=True))
         if all(found in (None, known) for _, found, known in both):
             empty_log(connection)
         names = " and ".join(f"{self._path.name}{name}" for name, found, known in both if found != known)
@@ -366,7 +366,7 @@ class MemoryStore(_Database):
 def _files_beside(path: Path) -> tuple[_FileId | None, ...]:
     """Return the device and inode of each file that SQLite keeps beside a database; None for one without a name."""
     found: list[_FileId | None] = []
-    for suffix in _BESIDE:
+    for suffix in BESIDE:
         try:
             status = path.with_name(f"{path.name}{suffix}").stat()
         except FileNotFoundError:

@@ -21,6 +21,9 @@ SCHEMA_VERSION = 2
 PAGE_SIZE = 1024
 """Bytes of a page of the file."""
 
+BESIDE = ("-wal", "-shm")
+"""Suffixes of the files beside it: the write-ahead log, and the memory that its users share."""
+
 _BUSY_SECONDS = 5.0
 _POLL_MS = 5  # SQLite's own waits grow to 100 ms, so that processes that write all the time keep a waiting one out
 _CHECKPOINT_SECONDS = 0.2  # wait for readers before an erasure counts as incomplete

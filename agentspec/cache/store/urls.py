@@ -82,8 +82,7 @@ def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = Fals
     """
     if not isinstance(url, str):
         raise StoreURLError(f"store URL: a string expected, got {type(url).__name__}; supported are {FORMS}")
-    scheme = url.partition(":")[0].lower()
-    if scheme == "sqlite":
+    if is_sqlite(url):
         path = sqlite_path(url)
         if must_exist and not path.exists():
             raise StoreUnavailableError(f"store {path}: no such file; give the URL of the server's store")
@@ -91,7 +90,7 @@ def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = Fals
             why = "it or its folder is read-only for this user"
             raise StoreUnavailableError(f"{path}: cannot be written, {why}; name another file")
         return SQLiteStore(path)
-    if scheme in _REDIS:
+    if _scheme_of(url) in _REDIS:
         return open_redis(url)
     if url == "memory://":
         return MemoryStore(memory_bytes)
@@ -121,7 +120,7 @@ def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
     if url == "memory://":
         return None
     name = f"{namespace}-{number}.snapshot"
-    if url.lower().startswith("sqlite:"):
+    if is_sqlite(url):
         path = Path(os.path.realpath(sqlite_path(url)))  # whichever link leads to it
         return path.with_name(f"{path.name}-{name}")
     address, prefix, _ = _redis_place(url)
@@ -137,9 +136,18 @@ def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
 
 def redact(url: str) -> str:
     """Return ``url`` without user, password and query, for messages."""
-    if url.lower().startswith("sqlite:"):
+    if is_sqlite(url):
         return url  # a path, in which @ and ? mean nothing
     return without_secrets(url)
+
+
+def is_sqlite(url: str) -> bool:
+    """Return whether a store URL names an SQLite file."""
+    return _scheme_of(url) == "sqlite"
+
+
+def _scheme_of(url: str) -> str:
+    return url.partition(":")[0].lower()
 
 
 def _refused(url: str, why: str) -> StoreURLError:
@@ -181,7 +189,7 @@ def _redis_place(url: str) -> tuple[RedisAddress, str, int]:
     """Return a Redis store's address, its prefix and its number of shards. Raises StoreURLError."""
     from agentspec.cache.store.redis_client import RedisAddress
 
-    scheme = url.partition(":")[0].lower()
+    scheme = _scheme_of(url)
     if scheme not in _REDIS:
         raise _refused(url, "unknown kind of store")
     if any(mark in url.rpartition("@")[0].partition("//")[2] for mark in "/?#"):

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from agentspec.cache.store.urls import is_sqlite
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
 from agentspec.files import is_path
 from agentspec.server_ext.arctic_methods import METHODS, translate
@@ -153,7 +154,7 @@ def hand_on(environ: MutableMapping[str, str] = os.environ, **options: str | Non
 
 
 def _warn_of_password(url: str, option: str) -> None:
-    if "@" in url and not url.lower().startswith("sqlite:"):
+    if "@" in url and not is_sqlite(url):
         logger.warning(
             "agentspec: %s: the process list shows the password in the store's URL; give the URL "
             "in the environment variable AGENTSPEC_STORE",
