@@ -201,11 +201,11 @@ def _redis_place(url: str) -> tuple[RedisAddress, str, int]:
     user, _, place = parts.netloc.rpartition("@")
     name, _, password = user.partition(":")
     form, options, path = _REDIS[scheme], _redis_options(url, scheme, parts), parts.path.strip("/")
-    service, database, socket = "", options.pop("db", None) or path or "0", None
+    service, socket, database = "", None, path
     if scheme == "unix":
         if not path or place:
             raise _refused(url, "three slashes and the path of a socket are needed")
-        socket, database = unquote(parts.path), database if database != path else "0"
+        socket, database = unquote(parts.path), options.pop("db", "")
     elif form == "sentinel":
         service, _, database = path.partition("/")
         if not service:
