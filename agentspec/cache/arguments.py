@@ -18,8 +18,8 @@ _NO_TOKENS = np.empty(0, np.int32)
 _MOST = 2**62
 """Largest budget, in tokens or bytes."""
 
-LimitNumbers = tuple[int, int, int, int, int, int]
-"""Limits in tokens and bytes: the process's two, a tenant's two, a session's two. 0: no limit."""
+LimitNumbers = tuple[int, ...]
+"""Six limits, in tokens and bytes: the process's two, a tenant's two, a session's two. 0: no limit."""
 
 
 def is_number(value: object) -> TypeGuard[int]:
@@ -43,20 +43,18 @@ def limit_numbers(
     check_kind("per_tenant", per_tenant, Budget)
     check_kind("per_session", per_session, Budget)
     tenant, session = per_tenant or Budget(), per_session or Budget()
-    names = (
-        "max_tokens",
-        "max_bytes",
-        "per_tenant.tokens",
-        "per_tenant.bytes",
-        "per_session.tokens",
-        "per_session.bytes",
-    )
-    values = (max_tokens, max_bytes, tenant.tokens, tenant.bytes, session.tokens, session.bytes)
-    for name, value in zip(names, values, strict=True):
+    limits = {
+        "max_tokens": max_tokens,
+        "max_bytes": max_bytes,
+        "per_tenant.tokens": tenant.tokens,
+        "per_tenant.bytes": tenant.bytes,
+        "per_session.tokens": session.tokens,
+        "per_session.bytes": session.bytes,
+    }
+    for name, value in limits.items():
         if value is not None and not (is_number(value) and 1 <= value <= _MOST):
             raise ConfigurationError(f"{name}={value!r}: give an integer from 1 to {_MOST}, or None for no limit")
-    first, second, third, fourth, fifth, sixth = (int(value or 0) for value in values)
-    return first, second, third, fourth, fifth, sixth
+    return tuple(int(value or 0) for value in limits.values())
 
 
 def as_tokens(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
