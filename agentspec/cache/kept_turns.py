@@ -14,9 +14,9 @@ from agentspec.cache.types import UNIT_NUMBERS, CacheStats, FinishedTurn, Public
 from agentspec.errors import InvalidInputError, SnapshotError
 from agentspec.identifiers import check_ids
 
-_NUMBER = (int, float, np.number)
-_ALL = 2**62  # more tokens than a cache holds
-_LONG = 1e6  # more seconds than `catch_up` takes
+_NUMBER_TYPES = (int, float, np.number)
+_ANY_TOKENS = 2**62  # more than a cache holds
+_ANY_SECONDS = 1e6  # more than `catch_up` takes
 _PUBLIC_BYTES = 20
 """Most memory that a token of the public corpus takes when it is added; on average it takes 11 bytes."""
 
@@ -190,13 +190,13 @@ class KeptTurns:
         """
         if budget is not None and not is_number(budget):
             raise InvalidInputError(f"budget={budget!r}: give a number of tokens, or None for no limit")
-        if seconds is not None and not (isinstance(seconds, _NUMBER) and not math.isnan(seconds)):
+        if seconds is not None and not (isinstance(seconds, _NUMBER_TYPES) and not math.isnan(seconds)):
             raise InvalidInputError(f"seconds={seconds!r}: give a number, or None for no limit")
         if budget is not None or seconds is not None:
-            tokens = _ALL if budget is None else min(max(budget, 0), _ALL)
-            return self._core.catch_up(tokens, _LONG if seconds is None else seconds)
+            tokens = _ANY_TOKENS if budget is None else min(max(budget, 0), _ANY_TOKENS)
+            return self._core.catch_up(tokens, _ANY_SECONDS if seconds is None else seconds)
         total = 0
-        while done := self._core.catch_up(_ALL, _LONG):
+        while done := self._core.catch_up(_ANY_TOKENS, _ANY_SECONDS):
             total += done
         return total
 
@@ -251,6 +251,6 @@ class KeptTurns:
     def _cost(self, cost: float | None) -> float:
         if cost is None:
             return DEFAULT_COST if self.policy.cost is None else self.policy.cost
-        if not isinstance(cost, _NUMBER) or not 0.0 <= cost <= 10.0:
+        if not isinstance(cost, _NUMBER_TYPES) or not 0.0 <= cost <= 10.0:
             raise InvalidInputError(f"cost={cost!r}: give a number from 0 to 10, or None")
         return cost

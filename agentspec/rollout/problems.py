@@ -13,7 +13,7 @@ from agentspec.identifiers import check_session_id
 
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _CHATS = ("prompt", "messages")
-_SEEN = ("images", "videos")
+_MEDIA = ("images", "videos")
 """Columns of TRL's and verl's files from which a model sees what its prompt is about."""
 
 
@@ -126,7 +126,7 @@ def _problem(place: str, row: Any) -> Problem:
             f'{place}: needs "id", a string or a whole number, and {given}; give each problem its own, which names its '
             "samples in every run"
         )
-    for name in _SEEN:
+    for name in _MEDIA:
         if row.get(name):
             raise InvalidInputError(
                 f'{place}: "{name}" would not reach the model, which is given text alone; leave the problem out, or '

@@ -204,10 +204,10 @@ def writable(file: Path) -> Iterator[None]:
 
 def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
     data = config.data
-    train = _some(_read(data.sources, config, folder / "answers", answer), "sources", data)
+    train = _not_empty(_read(data.sources, config, folder / "answers", answer), "sources", data)
     if data.eval_sources:
         held_out = _read(data.eval_sources, config, folder / "held-out-answers", answer)
-        return Corpus(train, _some(held_out, "eval_sources", data))
+        return Corpus(train, _not_empty(held_out, "eval_sources", data))
     share = data.train_eval_split[1]
     parts = Corpus(
         train=[conversation for conversation in train if _place(conversation.session) >= share],
@@ -222,7 +222,7 @@ def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
     return parts
 
 
-def _some(found: list[Conversation], field: str, data: Data) -> list[Conversation]:
+def _not_empty(found: list[Conversation], field: str, data: Data) -> list[Conversation]:
     """Return these conversations. Raises InvalidInputError if there is none."""
     if not found:
         stored = any(isinstance(source, StoreSource) for source in _all(data))

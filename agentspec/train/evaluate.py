@@ -11,7 +11,7 @@ from agentspec.server_ext.speculator import Speculator
 from agentspec.train.hidden_states import HiddenStates
 from agentspec.train.trainer import Batch, Piece, collate, pieces
 
-_PIECES = 8
+_PIECES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,16 @@ def _matched(speculator: Speculator, data: HiddenStates, n: int) -> Iterator[lis
     """Yield, for each response, the number of draft tokens that are accepted from each of its positions."""
     lengths = (
         pair
-        for some in _some(pieces(data.responses))
-        for pair in zip(some, _lengths(speculator, data, some, n), strict=True)
+        for batch in _batches(pieces(data.responses))
+        for pair in zip(batch, _lengths(speculator, data, batch, n), strict=True)
     )
     for _, of_response in groupby(lengths, key=lambda pair: pair[0].response):
         yield [length for _, part in of_response for length in part]
 
 
-def _some(chosen: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
-    for at in range(0, len(chosen), _PIECES):
-        yield chosen[at : at + _PIECES]
+def _batches(chosen: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+    for at in range(0, len(chosen), _PIECES_AT_ONCE):
+        yield chosen[at : at + _PIECES_AT_ONCE]
 
 
 def _lengths(speculator: Speculator, data: HiddenStates, chosen: Sequence[Piece], n: int) -> list[list[int]]:
