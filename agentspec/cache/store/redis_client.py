@@ -175,21 +175,13 @@ class RedisClient:
                 raise StoreUnavailableError(f"{self.shown}: {_FULL}") from None
             passing = isinstance(error, _PASSING_TYPES) or any(text in str(error) for text in _PASSING)
             raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
-        except MasterNotFoundError as error:  # quotes what each Sentinel has answered
-            why = str(error).partition(" : ")[0]
-            if "AuthenticationError" in str(error) or "NOAUTH" in str(error):
-                why += f": the Sentinels refuse the password; {_SENTINEL_PASSWORD}"
-            else:
-                errors, tls = self._sentinel_errors(), self._address.tls
-                if tls is not None and (fault := explain_tls(errors, tls)):
-                    why += f": {fault}"
-                why += scheme_remedy(errors, tls is not None)
-            raise StoreUnavailableError(f"{self.shown}: {why}") from None
+        except MasterNotFoundError as error:
+            raise self._no_master(error) from None
         except (RedisError, RedisClusterException, OSError) as error:
-            tls = self._address.tls
-            fault = None if tls is None else explain_tls(str(error), tls)
+            fault = self._tls_fault(str(error))
             why = f"{self.shown}: {fault}" if fault else self._explain(error)
-            raise StoreUnavailableError(why + scheme_remedy(str(error), tls is not None)) from None
+            remedy = scheme_remedy(str(error), self._address.tls is not None)
+            raise StoreUnavailableError(f"{why}{remedy}") from None
 
     def _connected(self) -> Any:
         if self._redis is None:
@@ -226,6 +218,22 @@ class RedisClient:
             return redis.Redis(unix_socket_path=at.path, db=at.database, retry=retry, **options, **user)
         ((host, port),) = at.nodes
         return redis.Redis(host=host, port=port, db=at.database, retry=retry, **options, **user)
+
+    def _tls_fault(self, error: str) -> str | None:
+        """Return what is wrong with the TLS connection, by the text of an error; None where that is not the fault."""
+        return None if self._address.tls is None else explain_tls(error, self._address.tls)
+
+    def _no_master(self, error: MasterNotFoundError) -> StoreUnavailableError:
+        """Return the error for Sentinels that name no server. redis-py's quotes what each of them has answered."""
+        why = str(error).partition(" : ")[0]
+        if "AuthenticationError" in str(error) or "NOAUTH" in str(error):
+            why += f": the Sentinels refuse the password; {_SENTINEL_PASSWORD}"
+        else:
+            errors = self._sentinel_errors()
+            if fault := self._tls_fault(errors):
+                why += f": {fault}"
+            why += scheme_remedy(errors, self._address.tls is not None)
+        return StoreUnavailableError(f"{self.shown}: {why}")
 
     def _sentinel_errors(self) -> str:
         """Ask each Sentinel for a sign of life, and return the errors. MasterNotFoundError names their types only."""
