@@ -32,8 +32,8 @@ class Accounts:
         """Return the memory that figures, traces and waiting lines of the step record take, about."""
         return self._metrics.bytes + self._traces.bytes + (0 if self._step_record is None else self._step_record.bytes)
 
-    def note(self, number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
-        """Count a step. number: of the step. drafts: for the next one. ns: time that a row's draft took."""
+    def note(self, step_number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
+        """Count a step. drafts: for the next one. ns: time that a row's draft took."""
         lookup.steps += 1
         rows: Sequence[int] = ()
         if self._step_record is not None or self._traces.running:
@@ -41,7 +41,7 @@ class Accounts:
         elif step.num_draft_tokens:
             rows = np.flatnonzero(lookup.pick(step.num_verified_draft_tokens)).tolist()
         if rows:
-            self._add(rows, number, lookup, step, drafts, ns)
+            self._add(rows, step_number, lookup, step, drafts, ns)
 
     def settle(self, lookup: BatchLookup | None) -> None:
         """Add the steps of a batch to the figures that do not count them yet."""
@@ -59,8 +59,8 @@ class Accounts:
         state.figures.steps += steps
         state.counted_length += steps
 
-    def undrafted(self, number: int, step: Step, states: Sequence[RequestState]) -> None:
-        """Count a step of requests that get no drafts, unless it is counted already. number: of the step."""
+    def undrafted(self, step_number: int, step: Step, states: Sequence[RequestState]) -> None:
+        """Count a step of requests that get no drafts, unless it is counted already."""
         for state in states:
             place = step.batch.places.get(state.request_id)
             if place is None or step.lengths[place] == state.counted_length:
@@ -73,7 +73,7 @@ class Accounts:
                 said = step.tokens[row, state.counted_length : state.counted_length + added].tolist()
                 self._traces.add(state.trace, said, 0, 0)
             state.counted_length = length
-            self._record(number, state, added)
+            self._record(step_number, state, added)
 
     @staticmethod
     def _count_gained(state: RequestState, step: Step, row: int, length: int) -> int:
@@ -93,7 +93,7 @@ class Accounts:
         return added
 
     def _add(
-        self, rows: Sequence[int], number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int
+        self, rows: Sequence[int], step_number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int
     ) -> None:
         """Add a step to the figures of these rows, of the k that get drafts."""
         lengths: list[int] = lookup.pick(step.lengths).tolist()
@@ -115,18 +115,18 @@ class Accounts:
             if state.trace is not None:
                 said = step.tokens[engine_rows[i], state.counted_length : state.counted_length + added].tolist()
                 self._traces.add(state.trace, said, drafted, accepted)
-                state.trace.drafted(drafts.token_ids[begin:end].tolist(), drafts.sources[begin:end].tolist())
+                state.trace.note_draft(drafts.token_ids[begin:end].tolist(), drafts.sources[begin:end].tolist())
             state.counted_length = lengths[i]
-            self._record(number, state, added, drafted, accepted)
+            self._record(step_number, state, added, drafted, accepted)
             state.draft_source = SOURCES[drafts.sources[begin]] if end > begin else None
             state.draft_ns = ns
 
-    def _record(self, number: int, state: RequestState, added: int, drafted: int = 0, accepted: int = 0) -> None:
+    def _record(self, step_number: int, state: RequestState, added: int, drafted: int = 0, accepted: int = 0) -> None:
         """Write a line of the step record, if there is one."""
         if self._step_record is not None:
             self._step_record.add(
                 {
-                    "step": number,
+                    "step": step_number,
                     "request": state.request_id[-MAX_ID_LENGTH:],  # its end is vLLM's own, and tells it from others
                     "session": state.identity.session_name,
                     "session_key": state.identity.session,

@@ -74,7 +74,7 @@ class Trace:
             for token, source in zip(tokens, sources, strict=True)
         ]
 
-    def drafted(self, tokens: Sequence[int], sources: Sequence[int]) -> None:
+    def note_draft(self, tokens: Sequence[int], sources: Sequence[int]) -> None:
         """Note the draft that the next step may verify. sources: indices into SOURCES."""
         self._draft = (tokens, sources)
 
