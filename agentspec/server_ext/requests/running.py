@@ -105,15 +105,17 @@ class RunningRequests:
         """
         for request_id, length in lengths.items():
             state = self.by_id.get(request_id) or self.turnover.ending(request_id)
-            if state is not None and state.told_length is None:
-                state.told_length = length
-                counted = state.counted_length - state.prompt_length - state.uncounted
-                behind, end = max(counted - length, 0), state.prompt_length + length
-                for begin, accepted in state.latest:
-                    state.figures.leave_out(accepted, max(end - begin, 0))
-                state.figures.take_back(behind)
-                if state.trace is not None:
-                    self._traces.cut(state.trace, behind)
+            if state is None or state.told_length is not None:
+                continue
+            state.told_length = length
+            end = state.prompt_length + length
+            for begin, accepted in state.latest:
+                state.figures.leave_out(accepted, max(end - begin, 0))
+            counted = state.counted_length - state.prompt_length - state.uncounted
+            behind = max(counted - length, 0)
+            state.figures.take_back(behind)
+            if state.trace is not None:
+                self._traces.cut(state.trace, behind)
 
     def states(self) -> list[RequestState]:
         """Return the states of all requests that run, or wait for their start or end. Any thread may call it."""
