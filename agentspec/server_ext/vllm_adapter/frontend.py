@@ -135,7 +135,14 @@ def presented() -> Presented | None:
 def drafting_from(prediction: Sequence[int], quotable: Int32) -> Iterator[None]:
     """Tell which tokens the request that the block handles expects as its response, and which that may quote."""
     told = replace(_presented.get() or Presented(()), prediction=tuple(prediction), quotable=quotable.tobytes())
-    before = _presented.set(told)
+    with _presenting(told):
+        yield
+
+
+@contextmanager
+def _presenting(sender: Presented) -> Iterator[None]:
+    """Let ``presented`` return this while the block runs."""
+    before = _presented.set(sender)
     try:
         yield
     finally:
@@ -200,11 +207,8 @@ async def authenticate(original: Callable[..., Awaitable[None]], middleware: Any
 
 async def _handle(app: ASGIApp, sender: Presented, scope: Any, *call: Any) -> None:
     scope[_PRESENTED] = sender  # the context may be that of the request before on the same connection
-    before = _presented.set(sender)
-    try:
+    with _presenting(sender):
         await app(scope, *call)
-    finally:
-        _presented.reset(before)
 
 
 def init_input_processor(original: Callable[..., None], processor: Any, *args: Any, **kwargs: Any) -> None:
