@@ -162,7 +162,7 @@ def translate_method(engine_args: Any) -> None:
     additional = engine_args.additional_config
     additional = dict(additional) if isinstance(additional, Mapping) else {}
     method = config.get("method")
-    if method not in METHODS or not ("agentspec" in additional or not _has_arctic_inference()):
+    if method not in METHODS or (not _has_settings(engine_args) and _has_arctic_inference()):
         return
     translation = translate(config, (additional.get("agentspec") or {}).get("max_draft"))
     additional["agentspec"] = {**translation.settings, **(additional.get("agentspec") or {})}
