@@ -29,7 +29,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class NewEntry(NamedTuple):
     """Hold one record to append: the keys of its session and group, and its bytes. session "": no session.
 
-    name: what the log calls the record if a store loses it.
+    name: what the warning about lost records calls it.
     """
 
     session: str

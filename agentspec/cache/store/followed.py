@@ -45,8 +45,8 @@ class FollowedLog:
     cursor: of the last entry dealt with. erased: tombstones up to this cursor were applied. applied: tombstones applied
     lately. numbers: for each session erased lately, the number of this process's newest turn when the tombstone was
     applied. late: sessions to erase again, because a turn of this process was on its way then and lies behind their
-    tombstone. owner: whose it is, where logs are too many; None: nobody knows. breaker: open while the store refuses to
-    read this log.
+    tombstone. owner: whose log it is: where there are too many, the owner of most loses some. None: not known. breaker:
+    open while the store refuses to read this log.
     """
 
     tenant: str | None

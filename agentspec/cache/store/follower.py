@@ -218,8 +218,8 @@ class Follower:
     def _leave_gaps(self, *, all_logs: bool) -> bool:
         """Forget what came from logs that retention has cut further than they were read: an erasure may be gone.
 
-        all_logs: else only of those that could not be read for a while. Returns whether none has a gap any more. A
-        tenant with running requests cannot be forgotten, and is `outdated`.
+        all_logs: look at all logs; False: only at those that could not be read for a while. Returns whether no gap is
+        left. A tenant with running requests cannot be forgotten, and is `outdated`.
         """
         outdated = set()
         logs = self._to_follow()

@@ -35,8 +35,8 @@ class Loaded:
     """Hold records to apply together.
 
     wanted: what was asked for. complete: these are the last of what ``wanted`` names, and none was lost. prepared: the
-    session that the records are, indexed already; None: it is not worth that. forgotten: sessions that were erased
-    since ``take`` returned it.
+    indexes of the session that the records make up; None: it is too short to be indexed beforehand. forgotten: sessions
+    that were erased since ``take`` returned it.
     """
 
     wanted: Wanted

@@ -29,9 +29,9 @@ class WriterStats:
 
     persisted: records that the store has acknowledged. dropped: records discarded because the queue was full, or at
     close. refused: records that could not be encoded or that the store will never accept. erased: records discarded
-    because their session was erased. failed: appends that failed; their records stay queued. refused_logs: that it
-    refuses. trimmed: entries that retention removed from the store. trim_failed: failed attempts to remove some. state:
-    the breaker's.
+    because their session was erased. failed: appends that failed; their records stay queued. refused_logs: logs whose
+    records the store refuses. trimmed: entries that retention removed from the store. trim_failed: failed attempts to
+    remove some. state: the breaker's.
     """
 
     persisted: int = 0

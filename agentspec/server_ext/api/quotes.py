@@ -65,8 +65,8 @@ class Form:
 class Quotes:
     """Read what requests may quote. Safe for any thread.
 
-    tokenizer: the served model's. most: tokens for a request, at most. Texts that were read lately are remembered, so
-    that a conversation's next turn costs what is new in it.
+    tokenizer: the served model's. most: most tokens that a request may quote. Texts that were read lately are
+    remembered, so that a conversation's next turn costs what is new in it.
     """
 
     def __init__(self, tokenizer: Any, most: int) -> None:
@@ -83,8 +83,8 @@ class Quotes:
     def read(self, body: bytes) -> Int32:
         """Return the tokens that a response to the request in this body may quote, int32 [Q].
 
-        Of more than ``most``, those of the newest texts. Raises what the tokenizer does, and nothing for a body that
-        is wrong: vLLM says so.
+        If there are more than ``most``, those of the newest texts are kept. Raises what the tokenizer raises, and
+        nothing for a body that is wrong: vLLM says so.
         """
         left, parts, seen = self._most, list[Int32](), set[bytes]()
         try:
@@ -233,9 +233,9 @@ def _is_prose(text: str) -> bool:
 
 
 def _strings_in(text: str) -> list[tuple[str, str]]:
-    """Return the strings of several lines in a text of which they are a third or more, such as JSON.
+    """Return the strings of several lines in a text, if they are a third of it or more, as in JSON.
 
-    Each as the text shows it, and what it says.
+    Each string comes as the text shows it, and as what it says.
     """
     found = [
         each for each in _STRING.findall(text) if len(each) >= _LEAST_TEXT and each[0] == each[-1] and "\\n" in each

@@ -33,7 +33,7 @@ class BodyMiddleware:
         self._failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request. One that has neither passes unchanged."""
+        """Handle a request. One without a prediction and without anything to quote passes unchanged."""
         engine = engine_of(scope["app"]) if scope["type"] == "http" and path_of(scope) in _QUOTING else None
         if engine is None:
             await self._app(scope, receive, send)

@@ -30,7 +30,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Hold a finished answer. tokens: token ids. logprobs: one for each. steps: that gave it tokens.
+    """Hold a finished answer. tokens: token ids. logprobs: one for each token. steps: engine steps that gave it some.
 
     drafted, accepted: draft tokens, also accepted ones behind the answer's end.
     """
