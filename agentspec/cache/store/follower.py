@@ -1,4 +1,14 @@
-"""Follow the logs that other processes append to, so that what one wrote the others draft from."""
+"""Follow the logs that other processes append to, so that what one wrote the others draft from.
+
+An erasure is a tombstone in the log:
+
+- Another process's takes its session from this process at once, also where the records before it have to wait
+  (`_look_ahead`). It is remembered (`FollowedLog.applied`), because it is read again in its turn.
+- A turn of this process that was on its way then lies behind the tombstone. It is seen when it is read (`_skip`), and
+  the session is erased again (`FollowedLog.late`).
+- This process's own is known by its cursor (`_own`), and the session has left this process before it is written.
+  Records of the session that were read before that are dropped (`_erasing`).
+"""
 
 import logging
 import threading

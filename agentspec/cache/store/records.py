@@ -58,38 +58,48 @@ _local = threading.local()  # one packer for each thread, because making one tak
 class TurnRecord:
     """Hold the new tokens of one finished turn.
 
-    (writer, number) identifies the turn: 16 hexadecimal digits for an engine process, and its count from 1. Applying a
-    record twice does nothing. The turn's prompt is a context of ``kept`` tokens that the session had before, followed
-    by ``prompt_tail``. The arrays must not change once the record is queued.
-
-    session: its key; "" for a turn without one. parent_session: the session that started this one. family: the root of
-    such sessions; None: started by none. group: whose sessions draft from each other's responses. session_name,
-    group_name: as the caller said. tenant: whose global index the turn is shared in; None is a tenant too: requests
-    without API key, cache salt and adapter. principal: who made the request. scope: what the request drafted from.
-    weights: version of the model's weights. parent: 64-bit hash of the ``kept`` tokens, 0 if there are none. block:
-    hash at the last block boundary within them. prompt_tail, response: token ids, int32 [P] and [N]. created: seconds
-    since the epoch, for people only. imported: it was exported, and did not come here from its writer.
+    Writer and number identify the turn: applying a record twice does nothing. Its prompt is a context of ``kept``
+    tokens that the session had before, followed by ``prompt_tail``. The arrays must not change once the record is
+    queued.
     """
 
     writer: str
+    """the engine process that said it, 16 hexadecimal digits"""
     number: int
+    """the turn's place among those of its writer, from 1"""
     session: str = ""
+    """key of its session; "" without one"""
     kept: int = 0
     parent: int = 0
+    """64-bit hash of the ``kept`` tokens, 0 if there are none"""
     block: int = 0
+    """hash at the last block boundary within them"""
     prompt_tail: Int32Array
+    """token ids, [P]"""
     response: Int32Array
+    """token ids, [N]"""
     created: float
+    """seconds since the epoch, for people only"""
     tenant: str | None = None
+    """in whose index it is shared; None is a tenant too: requests without API key, cache salt and adapter"""
     principal: str | None = None
+    """who made the request"""
     parent_session: str | None = None
+    """the session that started this one"""
     group: str | None = None
+    """whose sessions draft from each other's responses"""
     session_name: str | None = None
+    """as the caller said"""
     group_name: str | None = None
+    """as the caller said"""
     scope: Scope = "tenant"
+    """what the request drafted from"""
     weights: str | None = None
+    """version of the model's weights"""
     family: str | None = None
+    """root of the sessions that started one another; None: this one was started by none"""
     imported: bool = False
+    """whether it was exported, and did not come here from its writer"""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TurnRecord) and encode(self) == encode(other)

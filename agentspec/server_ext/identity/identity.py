@@ -56,30 +56,33 @@ _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
 class Identity:
     """Name the texts that a request drafts from and adds to, for the cache and the store.
 
-    tenant: the tenant that shares its text. None is a tenant too: all requests without keys, salts and adapters.
-    session, parent_session, group: keys, MACs of 32 hexadecimal digits over principal and name, so nobody can choose a
-    name that is another principal's. None: the request has none. session_name, group_name: as the caller said.
-    scope: which of these texts it uses.
-    principal: whose sessions these are; a MAC, None: all callers who cannot be told apart. caller: the principal
-    without ``cache_salt``, which is told the figures of the request.
-    weight_version: version of the served weights, as the caller said. ignored_ids: how many ids could not be used.
-    named_tenant: the tenant that the operator or a gateway named; None: neither did. final: the session ends with this
-    request, so its indexes can go.
+    Session, parent session and group are keys: MACs of 32 hexadecimal digits over principal and name, so nobody can
+    choose a name that is another principal's. None: the request has none.
     """
 
     tenant: str | None = None
+    """the tenant that shares its text; None is a tenant too: all requests without keys, salts and adapters"""
     session: str | None = None
     group: str | None = None
     scope: Scope = "tenant"
+    """which of these texts it uses"""
     session_name: str | None = None
+    """as the caller said"""
     group_name: str | None = None
+    """as the caller said"""
     parent_session: str | None = None
     principal: str | None = None
+    """whose sessions these are; a MAC, None: all callers who cannot be told apart"""
     caller: str | None = None
+    """the principal without ``cache_salt``, which is told the figures of the request"""
     weight_version: str | None = None
+    """version of the served weights, as the caller said"""
     ignored_ids: int = 0
+    """how many ids could not be used"""
     named_tenant: str | None = None
+    """the tenant that the operator or a gateway named; None: neither did"""
     final: bool = False
+    """whether the session ends with this request, so that its indexes can go"""
 
     @property
     def owner(self) -> str:
