@@ -266,7 +266,7 @@ class DraftingEngine:
         """Do what a step is for, in order: notes, starts and ends, prices, drafts, figures. Raises any error."""
         self._begin_periods()
         loading = self._persistence.has_loaded()
-        if loading or step.started or self._turnover:
+        if loading or step.started or self._turnover.has_work():
             self._prepare(step, loading)
         if outdated := self._persistence.outdated():
             self._leave_batch()
@@ -328,7 +328,7 @@ class DraftingEngine:
         """Start and finish requests, and apply stored turns, as far as there is time. loading: if any are loaded."""
         begin, latest = time.thread_time_ns(), self._lookup
         work = latest.allowance.work if latest else self._work_time.in_step(None)
-        if step.started or self._turnover:  # a step with prompts takes long, so more of its time may go into this
+        if step.started or self._turnover.has_work():  # a step with prompts takes long, so more of its time is for this
             work = max(work, self._work_time.in_latest_step())
             self._turn_over(step.started, step, self._work_time.for_turnover(work))
             self._accounts.undrafted(self._steps + 1, step, self._turnover.starting())

@@ -385,7 +385,7 @@ def test_a_response_ends_where_its_caller_was_told(
         rows.end("a0", may_be_shorter=True)
         for _ in range(0 if alone else 20):
             rows.step()
-        assert rows.finished == 0 and not rows.engine._turnover
+        assert rows.finished == 0 and not rows.engine._turnover.has_work()
         rows.engine.note_lengths({"a0": 3})
     if not alone:
         rows.step()
@@ -482,7 +482,7 @@ def test_a_step_finishes_an_eighth_of_what_ends() -> None:
     none = np.zeros(0, np.int32)
     step = Step(Batch((), none), (), none.reshape(0, 0), none, none, none, num_draft_tokens=0)
     counts = []
-    while turnover:
+    while turnover.has_work():
         before = len(done)
         turnover.advance(0.0, step.started, step)
         counts.append(len(done) - before)

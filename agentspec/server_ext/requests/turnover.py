@@ -72,10 +72,11 @@ class Turnover:
         self._usual = RunningMean()  # CPU time of a start or a finish, in seconds
 
     def __len__(self) -> int:
+        """Return how many wait."""
         return len(self._waiting)
 
-    def __bool__(self) -> bool:
-        """Return whether there is something to do now."""
+    def has_work(self) -> bool:
+        """Return whether there is something to do now: more than to wait for lengths of responses."""
         waiting = self._waiting
         return bool(waiting) and any(isinstance(item, Beginning) or not item.awaits_length() for item in waiting)
 
