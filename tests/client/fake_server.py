@@ -47,6 +47,7 @@ class FakeServer:
     broken_stream: bool = False
     hold: threading.Event | None = None  # chat calls wait for it
     received: list[Received] = field(default_factory=list)
+    taking: threading.Lock = field(default_factory=threading.Lock)  # while a handler's thread notes or takes something
 
     def __post_init__(self) -> None:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"state": self}))
@@ -107,12 +108,14 @@ class FakeServer:
                 return f"tool calls without an answer: {sorted(open_calls)}"
         return None
 
-    def answer(self) -> dict[str, Any]:
-        message = self.answers.pop(0) if self.answers else {"content": f"answer {len(self.chats)}"}
+    def answer(self, number: int) -> dict[str, Any]:
+        """The answer to the chat call with this number. Those that come at once have numbers of their own."""
+        with self.taking:
+            message = self.answers.pop(0) if self.answers else {"content": f"answer {number}"}
         reason = self.finish_reason or ("tool_calls" if message.get("tool_calls") else "stop")
         usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
         return {
-            "id": f"chatcmpl-{len(self.chats)}",
+            "id": f"chatcmpl-{number}",
             "created": 1,
             "model": "small",
             "object": "chat.completion",
@@ -192,23 +195,24 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._record(body)
+        number = self._record(body)
         if not self._allowed():
             return
         if self.state.hold is not None:
             self.state.hold.wait(10)
-        if self.state.failures:
-            status = self.state.failures.pop(0)
+        with self.state.taking:
+            status = self.state.failures.pop(0) if self.state.failures else None
+        if status is not None:
             return self._send(status, {"error": {"message": f"told to answer {status}"}})
         if reason := self.state.refusal(body):
             return self._send(400, {"error": {"message": reason}})
         if body.get("stream"):
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            return self._stream(chunks_of(self._answer(body), usage=usage))
-        return self._send(200, self._answer(body))
+            return self._stream(chunks_of(self._answer(body, number), usage=usage))
+        return self._send(200, self._answer(body, number))
 
-    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self.state.answer()
+    def _answer(self, body: dict[str, Any], number: int) -> dict[str, Any]:
+        answer = self.state.answer(number)
         if body.get("prediction") and self.state.prediction_usage is not None:
             accepted, rejected = self.state.prediction_usage
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
@@ -219,9 +223,12 @@ class Handler(BaseHTTPRequestHandler):
             answer["agentspec"] = {"request_id": answer["id"], **self.state.counts}
         return answer
 
-    def _record(self, body: dict[str, Any]) -> None:
+    def _record(self, body: dict[str, Any]) -> int:
+        """Note the request. Return the number of chat calls up to this one."""
         headers = {name.lower(): value for name, value in self.headers.items()}
-        self.state.received.append(Received(self.command, self.path, headers, body))
+        with self.state.taking:
+            self.state.received.append(Received(self.command, self.path, headers, body))
+            return len(self.state.chats)
 
     def _allowed(self) -> bool:
         if self.state.api_key is None or self.headers.get("Authorization") == f"Bearer {self.state.api_key}":

@@ -23,7 +23,7 @@ def client(plain_server: FakeServer) -> AgentClient:
 def answer_with(server: FakeServer, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     """Let the server send this, or its usual answer with these fields."""
     usual = server.answer
-    monkeypatch.setattr(server, "answer", lambda: usual() | answer if isinstance(answer, dict) else answer)
+    monkeypatch.setattr(server, "answer", lambda number: usual(number) | answer if isinstance(answer, dict) else answer)
 
 
 @pytest.mark.parametrize(
