@@ -1,5 +1,6 @@
 """The follower alone: what it delivers, skips and applies, and what it does when the store fails or it falls behind."""
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, entry_of, number_of, turn, wait_until
 
 OTHER = "fedcba9876543210"
+LIFE_SECONDS = "agentspec.cache.store.follower.LIFE_SECONDS"
 
 
 @dataclass
@@ -29,10 +31,12 @@ class Process:
     busy: set[str | None] = field(default_factory=set)
     learned: list[int] = field(default_factory=list)
     learning_takes: float = 0.0
+    may_learn: threading.Event = field(default_factory=threading.Event)  # learning waits for it
     taken: list[tuple[str, int]] = field(default_factory=list)
     taking_takes: float = 0.0
 
     def __post_init__(self) -> None:
+        self.may_learn.set()
         self.follower = Follower(
             self.store,
             OTHER,
@@ -63,6 +67,7 @@ class Process:
     def learn(self, record: TurnRecord) -> None:
         assert number_of(record) not in self.numbers()  # who has restored a turn cannot learn from it any more
         self.learned.append(number_of(record))
+        assert self.may_learn.wait(60)
         time.sleep(self.learning_takes)
 
     def forget(self, tenant: str | None) -> bool:
@@ -222,6 +227,7 @@ def test_a_log_is_followed_until_what_is_to_be_erased_again_is(process: Process)
     process.refusals = 0
     wait_until(lambda: process.erased_again)
     assert process.erased_again == [("t", "s")]
+    wait_until(lambda: not process.follower._logs[NS].late)  # it is noted behind the call
     process.begin("log3", "t3")
     assert "t" in process.forgotten
     assert process.follower.stats().logs == 3
@@ -229,10 +235,13 @@ def test_a_log_is_followed_until_what_is_to_be_erased_again_is(process: Process)
 
 def test_a_tombstone_does_not_wait_for_the_records_before_it(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.cache.store.follower._READ_SECONDS", 0.02)
+    monkeypatch.setattr("agentspec.cache.store.follower._SLICE", 8)  # a slow machine takes long enough for these
+    monkeypatch.setattr(LIFE_SECONDS, 2.0)
     process.taking_takes = 0.005
     process.begin(NS, "t")
     process.store.append(NS, [entry_of(turn(f"s{number % 7}", number)) for number in range(1000)])
     process.wait(behind=1)
+    time.sleep(2.0)  # what was current at the beginning would not be any more
     process.store.erase_session(NS, "s3")
     process.wait(erased=1)
     assert process.follower.stats().delivered < 900
@@ -285,23 +294,28 @@ def test_two_that_begin_to_follow_a_log_at_once_skip_nothing_of_it(
     assert process.numbers() == [2, 3]
 
 
-def test_what_was_read_of_a_session_that_this_process_erases_is_dropped(process: Process) -> None:
-    process.learning_takes = 0.5
+def test_what_was_read_of_a_session_that_this_process_erases_is_dropped(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.cache.store.follower._LEARN_SECONDS", 60.0)  # a busy machine may take all 20 ms
+    process.may_learn.clear()  # it has the record in hand until the session is erased
     process.begin(NS, "t")
     process.store.append(NS, [entry_of(turn("s", 1)), entry_of(turn("other", 2))])
     wait_until(lambda: process.learned)
     with process.follower.erasing(NS, "s"):
         process.follower.note_own(process.store.erase_session(NS, "s").tombstone or "")
+    process.may_learn.set()
     process.store.append(NS, [entry_of(turn("s", 3))])
     wait_until(lambda: 3 in process.numbers())
     assert process.numbers() == [2, 3]
 
 
-def test_an_outage_is_survived_and_nothing_is_missed(process: Process) -> None:
+def test_an_outage_is_survived_and_nothing_is_missed(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LIFE_SECONDS, 3.0)  # a busy machine may hold up a thread for a second
     process.begin(NS, "t")
     process.store.error = StoreUnavailableError("away")
     wait_until(lambda: process.follower.stats().state == "open")
-    for _ in range(30):  # the follower knows that the store is away
+    for _ in range(80):  # four seconds: the follower knows that the store is away
         assert process.follower.is_current()
         time.sleep(0.05)
     process.store.error = None
