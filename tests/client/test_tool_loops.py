@@ -93,10 +93,10 @@ class TestTools:
 
         def work() -> str:
             nonlocal running, most
-            two.wait(30)
             with lock:
                 running += 1
                 most = max(most, running)
+            two.wait(30)  # another one runs by now, however slow its thread is
             time.sleep(0.05)
             with lock:
                 running -= 1
