@@ -93,16 +93,18 @@ def test_samples_whose_rewards_were_not_known_are_written_when_the_engine_dies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "r.jsonl"
+    said = "6 finished samples wait for their rewards; Ctrl-C gives these samples up"
 
     def reward(problem: Problem, sample: Sample) -> float:
-        time.sleep(0.2)
+        until = time.monotonic() + 60
+        while said not in caplog.text and time.monotonic() < until:  # a slow disk holds up the samples for long
+            time.sleep(0.01)
         return 1.0
 
     with pytest.raises(RuntimeError, match="the engine died"):
         run(path, Plan(samples=4), Engine(fail_after=6), reward=reward)
     with Journal(path) as journal:
         assert len(journal) == 6
-    said = "6 finished samples wait for their rewards; Ctrl-C gives these samples up"
     assert said in caplog.text  # or who pressed Ctrl-C sees a program that hangs
 
 
