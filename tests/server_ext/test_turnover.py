@@ -334,7 +334,8 @@ def test_requests_that_end_do_not_pile_up_while_others_begin(rows: Rows) -> None
     assert not [name for name in rows.engine.metrics.counters if name.startswith("errors")]
 
 
-def test_closing_waits_for_the_indexing_thread(rows: Rows) -> None:
+def test_closing_waits_for_the_indexing_thread(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.server_ext.engine._JOIN_SECONDS", 60.0)  # a busy machine holds the thread up
     index = rows.engine.cache.index_until_closed
 
     def slowly() -> None:
