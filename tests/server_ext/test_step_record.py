@@ -149,6 +149,7 @@ def test_a_record_that_is_cut_during_an_erasure_costs_nothing_else(tmp_path: Pat
         while not cutting.wait(0.001):
             os.truncate(path, 0)
 
+    path.write_text(text)  # before the thread looks for it, which would end without it
     thread = threading.Thread(target=cut)
     thread.start()
     try:
