@@ -155,7 +155,7 @@ def test_no_step_waits_while_a_large_session_is_indexed() -> None:
         while thread.is_alive():
             steps.append(cpu(lambda: cache.propose(["r"], 8)))
             time.sleep(0.002)
-        assert len(steps) > 20  # none of them waited for the thread, which takes a second
+        few = len(steps) <= 20  # they waited for the thread, which takes a second, or the machine is busy
         adopt = cpu(lambda: cache.adopt(ready[0], turns[0]))  # type: ignore[arg-type]
         assert cache.stats().pending == 0
         probe = turns[40].response[100:110].tolist()
@@ -164,6 +164,6 @@ def test_no_step_waits_while_a_large_session_is_indexed() -> None:
         assert draft.token_ids.tolist() == turns[40].response[110 : 110 + len(draft.token_ids)].tolist()
         assert draft.source == "session"
         restores = [cpu(lambda turn=turn: cache.restore(turn)) for turn in turns]  # type: ignore[misc]
-        return {"step": most(steps), "adopt": adopt, "restore": most(restores)}
+        return {"step": float("inf") if few else most(steps), "adopt": adopt, "restore": most(restores)}
 
     assert_fast(measure, step=STALL, adopt=5 * STALL, restore=STALL)
