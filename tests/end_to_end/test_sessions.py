@@ -85,10 +85,15 @@ def test_nothing_behind_a_stop_text_counts_or_is_kept(priced: ModelServer, strea
 
 def test_a_response_with_a_stop_text_whose_caller_leaves_is_kept_at_once(priced: ModelServer) -> None:
     """The server has nothing else to do then, and no later step tells that nobody will say how long it was."""
-    name = "left-by-its-caller"
     body = {"model": "demo", "prompt": code(270, 12), "max_tokens": 700, "ignore_eos": True}
     body |= {"temperature": 2, "frequency_penalty": 2}  # what repeats itself is drafted, and over in a moment
-    body |= {"stop": ["never said"], "stream": True, "return_token_ids": True, "session_id": name}
+    body |= {"stop": ["never said"], "stream": True, "return_token_ids": True}
+    # A busy machine may let the engine run for seconds before the caller gets its first token.
+    assert any(leave_early(priced, body | {"session_id": f"left-by-its-caller-{number}"}) < 700 for number in range(8))
+
+
+def leave_early(priced: ModelServer, body: dict[str, Any]) -> int:
+    """Leave a response after some tokens. Return the number of tokens that are kept of it."""
     said = 0
     with httpx.stream("POST", f"{priced.base_url}/completions", json=body, timeout=600) as reply:
         for line in reply.iter_lines():
@@ -98,8 +103,10 @@ def test_a_response_with_a_stop_text_whose_caller_leaves_is_kept_at_once(priced:
                 break
     counters = "started", "finished"
     wait_for(lambda: len({priced.stats()["counters"][each] for each in counters}) == 1)
-    (turn,) = priced.get(f"/v1/agentspec/sessions/{name}")["turns"]
-    assert said <= len(turn["response"]) < 700
+    wait_for(lambda: all_stored(priced))
+    (turn,) = priced.get(f"/v1/agentspec/sessions/{body['session_id']}")["turns"]
+    assert said <= len(turn["response"])
+    return len(turn["response"])
 
 
 def test_a_batch_of_chats_has_the_figures_of_all_of_them(priced: ModelServer) -> None:
