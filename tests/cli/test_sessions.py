@@ -337,7 +337,7 @@ def test_an_old_store_is_converted(agentspec: Program, tmp_path: Path) -> None:
     file = tmp_path / "old.db"
     old_file(file)
     status, printed = agentspec("sessions", "convert", f"sqlite:///{file}")
-    assert status == 0 and "converted: " in printed and "1 damaged" in printed and "old.db" in printed
+    assert status == 0 and "converted: " in printed and "2 damaged" in printed and "old.db" in printed
     assert "run it again with --model" in printed
     again, printed = agentspec("sessions", "convert", f"sqlite:///{file}")
     assert again == 2 and "Traceback" not in printed
