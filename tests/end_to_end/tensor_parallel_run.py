@@ -45,7 +45,10 @@ def break_speculator(worker: Any) -> None:
 
 
 def main() -> None:
-    """Two rounds over the same prompts; with agentspec the second drafts from the first."""
+    """Two rounds over the same prompts; with agentspec the second drafts from the first.
+
+    With a speculator further prompts follow until it ran often enough.
+    """
     from vllm import LLM, SamplingParams
 
     model, method, out = sys.argv[1:]
@@ -59,26 +62,35 @@ def main() -> None:
         tensor_parallel_size=2,
         **options,
     )
-    prompts = [code(seed, 10) for seed in range(4)]
-    texts: list[str] = []
+    sessions = [
+        SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, extra_args={"session_id": f"s{i}"})
+        for i in range(4)
+    ]
+
+    def say(first_seed: int) -> list[str]:
+        prompts = [code(seed, 10) for seed in range(first_seed, first_seed + len(sessions))]
+        return [output.outputs[0].text for output in llm.generate(prompts, sessions, use_tqdm=False)]
+
+    def stats() -> list[Any]:
+        return llm.collective_rpc("agentspec_rpc", args=("stats",))
+
     if method == "broken":
         llm.collective_rpc(break_speculator)
-    for _ in range(2):
-        params = [
-            SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, extra_args={"session_id": f"s{i}"})
-            for i in range(len(prompts))
-        ]
-        try:
-            texts += [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
-        except Exception as error:
-            if method != "broken":
-                raise
-            Path(out).write_text(json.dumps({"texts": texts, "error": type(error).__name__}))
-            return
-    answers: list[Any] = []
-    if method != "plain":
-        answers = llm.collective_rpc("agentspec_rpc", args=("stats",))
-    Path(out).write_text(json.dumps({"texts": texts, "stats": answers}))
+    answer: dict[str, Any] = {}
+    try:
+        answer["texts"] = say(0) + say(0)
+        if method in ("arctic", "broken"):  # a busy machine decides how often the model runs
+            for seed in range(4, 100, 4):
+                if any(answer is not None and answer["model"]["runs"] > 5 for answer in stats()):
+                    break
+                say(seed)
+        if method != "plain":
+            answer["stats"] = stats()
+    except Exception as error:
+        if method != "broken":
+            raise
+        answer["error"] = type(error).__name__
+    Path(out).write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":
