@@ -72,7 +72,8 @@ def main() -> None:
         return [output.outputs[0].text for output in llm.generate(prompts, sessions, use_tqdm=False)]
 
     def stats() -> list[Any]:
-        return llm.collective_rpc("agentspec_rpc", args=("stats",))
+        found: list[Any] = llm.collective_rpc("agentspec_rpc", args=("stats",))
+        return found
 
     if method == "broken":
         llm.collective_rpc(break_speculator)

@@ -69,6 +69,16 @@ def test_the_parts_of_a_redis_url_arrive() -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "database"), [("unix:///3?db=3", 3), ("unix:///3", 0), ("unix:///run/redis.sock?db=2", 2)]
+)
+def test_a_sockets_database_is_an_option_and_never_its_path(url: str, database: int) -> None:
+    store = open_store(url)
+    assert isinstance(store, RedisStore)
+    settings = store._client._connected().connection_pool.connection_kwargs
+    assert (settings["path"], settings["db"]) == (url.partition("?")[0].removeprefix("unix://"), database)
+
+
+@pytest.mark.parametrize(
     ("url", "says"),
     [
         ("", "unknown kind"),
