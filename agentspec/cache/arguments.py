@@ -15,8 +15,8 @@ Rows = NDArray[np.integer] | Sequence[int]
 MAX_VOCAB = 2**31
 _INT32 = np.dtype(np.int32)
 _NO_TOKENS = np.empty(0, np.int32)
-_LARGEST_BUDGET = 2**62
-"""In tokens or bytes."""
+LARGEST_NUMBER = 2**62
+"""Largest number of tokens or bytes that the core is given. No cache holds so many."""
 
 LimitNumbers = tuple[int, ...]
 """Six limits, in tokens and bytes: the process's two, a tenant's two, a session's two. 0: no limit."""
@@ -52,9 +52,9 @@ def limit_numbers(
         "per_session.bytes": session.bytes,
     }
     for name, value in limits.items():
-        if value is not None and not (is_number(value) and 1 <= value <= _LARGEST_BUDGET):
+        if value is not None and not (is_number(value) and 1 <= value <= LARGEST_NUMBER):
             raise ConfigurationError(
-                f"{name}={value!r}: give an integer from 1 to {_LARGEST_BUDGET}, or None for no limit"
+                f"{name}={value!r}: give an integer from 1 to {LARGEST_NUMBER}, or None for no limit"
             )
     return tuple(int(value or 0) for value in limits.values())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agentspec.cache.arguments import TokenIds, as_prompt, as_turn, is_number
+from agentspec.cache.arguments import LARGEST_NUMBER, TokenIds, as_prompt, as_turn, is_number
 from agentspec.cache.core import PreparedSession, native
 from agentspec.cache.names import UNNAMED_TENANT, Names, key_of, keys_to_load, session_key
 from agentspec.cache.policy import DEFAULT_COST, DraftPolicy
@@ -15,7 +15,6 @@ from agentspec.errors import InvalidInputError, SnapshotError
 from agentspec.identifiers import check_ids
 
 _NUMBER_TYPES = (int, float, np.number)
-_ANY_TOKENS = 2**62  # more than a cache holds
 _ANY_SECONDS = 1e6  # more than `catch_up` takes
 _PUBLIC_BYTES = 20
 """Most memory that a token of the public corpus takes when it is added; on average it takes 11 bytes."""
@@ -193,10 +192,10 @@ class KeptTurns:
         if seconds is not None and not (isinstance(seconds, _NUMBER_TYPES) and not math.isnan(seconds)):
             raise InvalidInputError(f"seconds={seconds!r}: give a number, or None for no limit")
         if budget is not None or seconds is not None:
-            tokens = _ANY_TOKENS if budget is None else min(max(budget, 0), _ANY_TOKENS)
+            tokens = LARGEST_NUMBER if budget is None else min(max(budget, 0), LARGEST_NUMBER)
             return self._core.catch_up(tokens, _ANY_SECONDS if seconds is None else seconds)
         total = 0
-        while done := self._core.catch_up(_ANY_TOKENS, _ANY_SECONDS):
+        while done := self._core.catch_up(LARGEST_NUMBER, _ANY_SECONDS):
             total += done
         return total
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache.arguments import (
+    LARGEST_NUMBER,
     MAX_VOCAB,
     Rows,
     TokenIds,
@@ -60,8 +61,6 @@ from agentspec.identifiers import check_ids
 
 DEFAULT_WORK_SECONDS = 0.0005
 """CPU time that a step may spend beside its drafting."""
-_MOST_TOKENS = 2**32
-"""More tokens than an index holds."""
 
 
 class CacheOptions(TypedDict, total=False):
@@ -325,7 +324,7 @@ class SuffixCache(KeptTurns):
         running = self._running.get(request_id)
         if output_limit is not None and not (is_number(output_limit) and output_limit >= 0):
             raise InvalidInputError(f"output_limit={output_limit!r}: give a number of tokens, at least 0")
-        limit = None if output_limit is None else min(output_limit, _MOST_TOKENS)
+        limit = None if output_limit is None else min(output_limit, LARGEST_NUMBER)
         names = running.names
         writer, number = name or ("", 0)
         turn = self._core.finish(running.slot, limit, record_of(writer, number) if writer else 0)

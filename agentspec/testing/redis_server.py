@@ -135,9 +135,8 @@ class RedisServer:
             arguments = [str(file), "--sentinel"]
         else:
             arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        with self._log_file().open(
-            "ab"
-        ) as log:  # before it opens its log, it says there what is wrong with its settings
+        # What it says before it opens its log goes there, too: it may be what is wrong with its settings.
+        with self._log_file().open("ab") as log:
             return subprocess.Popen(
                 [self._program, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
