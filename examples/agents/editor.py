@@ -38,13 +38,12 @@ def main() -> None:
     options = parser.parse_args()
 
     text = options.file.read_text(encoding="utf-8")
-    longest = len(text) + 500  # tokens of an answer: the file does not grow much by an edit
     with AgentClient(base_url=options.base_url, model=options.model, store=None) as client:
         session = client.session(f"editor:{options.file.name}")
         prompt = f"This is {options.file.name}:\n```\n{text}```\n"
         for instruction in options.instructions:
             prompt += f"Change it: {instruction}. Answer with the whole file in one code block."
-            reply = session.chat(prompt, prediction=f"```\n{text}```", temperature=0, max_tokens=longest)
+            reply = session.chat(prompt, prediction=f"```\n{text}```", temperature=0)
             found = CODE_BLOCK.search(reply.text)
             edited = found.group(1) if found else reply.text
             changes = difflib.unified_diff(text.splitlines(), edited.splitlines(), "before", "after", lineterm="", n=0)

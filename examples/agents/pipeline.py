@@ -31,6 +31,8 @@ def main() -> int:
     options = parser.parse_args()
 
     record = options.report.with_suffix(".jsonl")
+    if record == options.report:
+        parser.error("--report: the record of the calls gets this name; give another one, such as report.html")
     with AgentClient(base_url=options.base_url, model=options.model, store=None, record=record) as client:
         session = client.session("pipeline")
         result = session.pipeline(options.task, STAGES, budget=Budget(requests=6, seconds=600), max_tokens=128)

@@ -52,6 +52,14 @@ def test_the_pipeline_ends_with_a_report(server: FakeServer, tmp_path: Path) -> 
     assert {chat.headers["x-parent-session-id"] for chat in server.chats} == {"pipeline"}
 
 
+def test_the_pipeline_refuses_a_report_that_would_be_the_record(server: FakeServer, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "pipeline.py"), "--base-url", server.url, "--model", "small"]
+    command += ["--report", "run.jsonl"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert result.returncode == 2 and "--report" in result.stderr.splitlines()[-1]
+    assert not server.chats and not list(tmp_path.iterdir())
+
+
 def test_the_pipeline_without_a_server_says_why(server: FakeServer, tmp_path: Path) -> None:
     server.failures = [400]
     command = [sys.executable, str(EXAMPLES / "pipeline.py"), "--base-url", server.url, "--model", "small"]
@@ -70,6 +78,8 @@ def test_the_editor_predicts_the_file(server: FakeServer, tmp_path: Path) -> Non
     assert said.count("9 of them from the prediction") == 2
     predicted = [chat.body["prediction"]["content"] for chat in server.chats]
     assert predicted == [f"```\n{text}```" for text in ("total = 1\nprint(total)\n", edits[0])]
+    # A server whose context cannot hold so many tokens would refuse a limit.
+    assert not any("max_tokens" in chat.body for chat in server.chats)
 
 
 def test_the_fan_out_reviews_each_file(server: FakeServer, tmp_path: Path) -> None:
