@@ -1,6 +1,7 @@
 """Start a real model server for tests and demos: ``vllm serve``, with or without the extension, on a free port."""
 
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -98,7 +99,7 @@ class ModelServer:
             try:
                 self.get("/health", timeout=10.0)
                 return
-            except (OSError, ValueError):
+            except (OSError, ValueError, http.client.HTTPException):  # not yet, or not this server
                 pass
             if tick is not None:
                 tick(time.monotonic() - start)

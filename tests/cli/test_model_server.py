@@ -1,8 +1,22 @@
-"""The command of servers that tests and the demo start, by what the machine has."""
+"""Servers that tests and the demo start: their command, by what the machine has, and the wait for their answer."""
+
+import sys
 
 import pytest
 
 from agentspec.testing.server import CPU_OPTIONS, GPU_OPTIONS, ModelServer
+
+ODD_AT_FIRST = """
+import socket, sys, time
+listening = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+for answer in (b"no HTTP\\r\\n\\r\\n", b"HTTP/1.0 200 OK\\r\\n\\r\\n"):
+    call = listening.accept()[0]
+    call.recv(65536)
+    call.sendall(answer)
+    call.close()
+time.sleep(600)
+"""
+"""A program that answers one call with what is no HTTP, and the next one as a server that is ready."""
 
 torch = pytest.importorskip("torch")
 
@@ -15,3 +29,13 @@ def test_servers_that_share_a_gpu_take_a_small_part_of_its_memory(gpu: bool, mon
         given, other = (GPU_OPTIONS, CPU_OPTIONS) if gpu else (CPU_OPTIONS, GPU_OPTIONS)
         assert set(given) <= set(command) and not set(other) - set(given) & set(command)
         assert command[-2:] == ["--max-num-seqs", "2"]
+
+
+def test_it_waits_where_something_else_answers_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ModelServer("model")
+    monkeypatch.setattr(server, "_command", lambda: [sys.executable, "-c", ODD_AT_FIRST, str(server.port)])
+    server.launch()
+    try:
+        server.wait(60)
+    finally:
+        server.kill()

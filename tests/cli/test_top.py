@@ -6,6 +6,7 @@ import io
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,8 +214,13 @@ def test_an_answer_of_another_form_is_told_in_a_line(
     assert (ended, message in printed, "Traceback" in printed) == (status, True, False), printed
 
 
-def test_a_time_of_today_has_no_date(top: Top) -> None:
-    (line,) = (line for line in top()[1].splitlines() if "fix-42" in line)
+def test_a_time_of_today_has_no_date(top: Top, server: Server) -> None:
+    for _ in range(2):  # midnight may come once between the call and the table
+        today = datetime.now().date()
+        server.say(server.identity(ADA, "fix-42"))
+        (line,) = (line for line in top()[1].splitlines() if "fix-42" in line)
+        if datetime.now().date() == today:
+            break
     assert len(line.split()[-1]) == len("12:34:56") and "-" not in line.split()[-1]
 
 
