@@ -1,9 +1,11 @@
 """Engines get the time to save when the server is stopped, and no other engine gets more than vLLM gives it."""
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from functools import partial
@@ -35,7 +37,8 @@ class Process:
 
     def _save(self) -> None:
         assert self.folder is not None
-        Path(self.folder, str(id(self))).touch()
+        with contextlib.suppress(FileNotFoundError):  # the manager waits no more
+            Path(self.folder, str(id(self))).touch()
 
 
 def stopped(
@@ -64,6 +67,43 @@ def test_engines_are_killed_when_the_last_one_has_saved(monkeypatch: pytest.Monk
     assert 0.3 <= seconds < 30
     assert manager.manager_stopped.is_set()
     assert not Path(manager.processes[0].folder).exists()
+
+
+def test_a_server_that_ends_without_a_stop_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is killed, or whose engines cannot be started, has nobody who would remove it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    named: list[str | None] = []
+
+    def start(_: Any, __: Any) -> None:
+        named.append(os.environ.get(shutdown._FOLDER))
+        shutdown.note_saved()
+        raise RuntimeError("no process can be started")
+
+    config = SimpleNamespace(speculative_config=OURS, shutdown_timeout=0)
+    with pytest.raises(RuntimeError, match="no process"):
+        shutdown.init_engine_manager(start, SimpleNamespace(), config)
+    assert named[0] is not None and Path(named[0]).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_interrupt_while_engines_save_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found: list[Path] = []
+
+    class Interrupted(Process):
+        def is_alive(self) -> bool:
+            found.extend(tmp_path.iterdir())
+            raise KeyboardInterrupt
+
+    manager = SimpleNamespace(manager_stopped=threading.Event(), processes=[])
+    config = SimpleNamespace(speculative_config=OURS, shutdown_timeout=0)
+    shutdown.init_engine_manager(lambda made, _: made.processes.append(Interrupted(None)), manager, config)
+    with pytest.raises(KeyboardInterrupt):
+        shutdown.shut_down_engines(lambda *_, **__: None, manager, 0)
+    assert len(found) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_that_never_saves_is_killed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

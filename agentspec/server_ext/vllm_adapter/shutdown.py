@@ -2,12 +2,13 @@
 
 By default (``--shutdown-timeout 0``) vLLM tells its engines to abort their requests, and kills them at the same moment.
 Then nothing is saved: no snapshot, and no turn of the last milliseconds. So they get time until each has left a file
-in a folder that their manager made.
+in a folder that their manager makes when it stops them.
 """
 
 import contextlib
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -23,9 +24,9 @@ SAVE_SECONDS = 10.0
 """Longest time that engines have to save once their requests are aborted."""
 
 _FOLDER = "AGENTSPEC_SAVED"
-"""Environment variable that names the folder to engines and their workers."""
+"""Environment variable that names the folder to engines and their workers. It exists only while they are stopped."""
 _ATTRIBUTE = "agentspec_saved"
-"""Attribute of vLLM's manager of engine processes: the folder, or None where engines have nothing to save."""
+"""Attribute of vLLM's manager of engine processes: the folder's path, or None where engines have nothing to save."""
 _LOCK = "agentspec_shutdown"
 """Attribute of the manager: a lock, held while its engines are shut down."""
 _WORKERS_SECONDS = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
@@ -36,12 +37,15 @@ _CORE_NAME = "EngineCore"
 
 
 def init_engine_manager(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the folder, if these engines draft with agentspec. vLLM's manager does not keep their configuration."""
+    """Name the folder, if these engines draft with agentspec. vLLM's manager does not keep their configuration.
+
+    Nothing is made yet: a server that is killed, or whose start fails, could not remove it.
+    """
     config = next((value for value in (*args, *kwargs.values()) if hasattr(value, "speculative_config")), None)
     folder, given = None, os.environ.get(_WORKERS_SECONDS)
     # With a time for requests to finish, engines are to be killed when it is over.
     if config is not None and uses_agentspec(config) and not config.shutdown_timeout:
-        folder = os.environ[_FOLDER] = tempfile.mkdtemp(prefix="agentspec-saved-")
+        folder = os.environ[_FOLDER] = str(Path(tempfile.gettempdir(), f"agentspec-saved-{secrets.token_hex(16)}"))
         os.environ.setdefault(_WORKERS_SECONDS, f"{SAVE_SECONDS:.0f}")
     setattr(manager, _ATTRIBUTE, folder)
     setattr(manager, _LOCK, threading.RLock())
@@ -124,14 +128,26 @@ def shut_down_engines(original: Callable[..., None], manager: Any, timeout: floa
     folder = getattr(manager, _ATTRIBUTE, None)
     with getattr(manager, _LOCK, None) or contextlib.nullcontext():
         if folder is not None and timeout == 0:
-            manager.manager_stopped.set()  # whoever watches over the engines expects their end
-            for process in manager.processes:
-                process.terminate()
-            deadline = time.monotonic() + SAVE_SECONDS
-            while time.monotonic() < deadline and any(process.is_alive() for process in manager.processes):
-                if len(list(Path(folder).glob("*"))) >= len(manager.processes):
-                    break
-                time.sleep(_POLL_SECONDS)
+            _wait_until_saved(manager, Path(folder))
         original(manager, timeout=timeout)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_until_saved(manager: Any, folder: Path) -> None:
+    """Tell the engines to end, and wait until they have saved, for SAVE_SECONDS at most.
+
+    An engine that was told before, as by Ctrl-C in a terminal, may have saved before the folder was there. It is waited
+    for until it has ended.
+    """
+    with contextlib.suppress(OSError):  # a full disk: engines are waited for until they have ended
+        folder.mkdir(mode=0o700)
+    try:
+        manager.manager_stopped.set()  # whoever watches over the engines expects their end
+        for process in manager.processes:
+            process.terminate()
+        deadline = time.monotonic() + SAVE_SECONDS
+        while time.monotonic() < deadline and any(process.is_alive() for process in manager.processes):
+            if len(list(folder.glob("*"))) >= len(manager.processes):
+                break
+            time.sleep(_POLL_SECONDS)
+    finally:  # also if a second Ctrl-C ends the wait
+        shutil.rmtree(folder, ignore_errors=True)
