@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -59,7 +60,7 @@ class ModelServer:
         self.agentspec = agentspec
         self.name = name
         self.port = free_port()
-        self.log = log or Path(tempfile.mkdtemp(prefix="agentspec-")) / "server.log"
+        self.log = log or Path(tempfile.gettempdir(), f"agentspec-{secrets.token_hex(8)}", "server.log")
         self.options = list(options)
         self._environment = {**CPU_ENVIRONMENT, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,8 +76,8 @@ class ModelServer:
         return None if self._process is None else self._process.pid
 
     def launch(self) -> None:
-        """Start the process and return at once."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        """Start the process and return at once. Its log lies in a folder that only this user may read."""
+        self.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         environment = {**os.environ, **self._environment}
         if not self.agentspec:
             environment["VLLM_PLUGINS"] = self._environment.get("VLLM_PLUGINS", "")

@@ -1,6 +1,8 @@
 """Servers that tests and the demo start: their command, by what the machine has, and the wait for their answer."""
 
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +41,15 @@ def test_it_waits_where_something_else_answers_at_first(monkeypatch: pytest.Monk
         server.wait(60)
     finally:
         server.kill()
+
+
+def test_a_server_that_is_never_launched_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log's folder is made at the launch, for this user alone, and by each server for itself."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    servers = [ModelServer("model") for _ in range(2)]
+    assert list(tmp_path.iterdir()) == [] and servers[0].log != servers[1].log
+    monkeypatch.setattr(ModelServer, "_command", lambda _: ["true"])
+    servers[0].launch()
+    servers[0].kill()
+    assert list(tmp_path.iterdir()) == [servers[0].log.parent]
+    assert servers[0].log.parent.stat().st_mode & 0o777 == 0o700
