@@ -3,8 +3,10 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -12,6 +14,30 @@
 namespace agentspec {
 
 [[noreturn]] inline void refuse(const std::string& what) { throw nanobind::value_error(what.c_str()); }
+
+// Returns an integer of 32 bits; nothing for any other object. Truth values are no integers.
+inline std::optional<std::int32_t> int32_of(nanobind::handle object) {
+  if (!object || !PyIndex_Check(object.ptr()) || PyBool_Check(object.ptr())) return std::nullopt;
+  const Py_ssize_t number = PyNumber_AsSsize_t(object.ptr(), nullptr);  // clipped if too large
+  const bool fits = !PyErr_Occurred() && number == static_cast<std::int32_t>(number);
+  PyErr_Clear();
+  return fits ? std::optional(static_cast<std::int32_t>(number)) : std::nullopt;
+}
+
+// Returns the integer that an argument holds.
+inline std::int32_t integer(nanobind::handle value, const char* name) {
+  if (const auto number = int32_of(value)) return *number;
+  refuse(std::string(name) + "=" + nanobind::repr(value).c_str() + ": give an integer of 32 bits");
+}
+
+// Returns the seconds that an argument holds.
+inline double seconds(nanobind::handle value, const char* name) {
+  const double number = PyFloat_AsDouble(value.ptr());
+  const bool read = !PyErr_Occurred() && !std::isnan(number);
+  PyErr_Clear();
+  if (read) return number;
+  refuse(std::string(name) + "=" + nanobind::repr(value).c_str() + ": give a number of seconds");
+}
 
 // Reads an object's memory in place for as long as this lives, if it is a C-contiguous array of int32.
 class Int32Buffer {
@@ -76,15 +102,13 @@ class Numbers {
     copied_.reserve(size);
     for (Py_ssize_t i = 0; i < size; ++i) {
       const nanobind::object item = nanobind::steal(PySequence_GetItem(values.ptr(), i));
-      const bool integer = item && PyIndex_Check(item.ptr()) && !PyBool_Check(item.ptr());
-      const Py_ssize_t number = integer ? PyNumber_AsSsize_t(item.ptr(), nullptr) : 0;  // clipped if too large
-      const bool read = integer && !PyErr_Occurred() && number == static_cast<std::int32_t>(number);
-      PyErr_Clear();
-      if (!read) {
+      const auto number = int32_of(item);
+      PyErr_Clear();  // of an item that could not be got
+      if (!number) {
         const std::string what = item ? nanobind::repr(item).c_str() : "missing";
         refuse(std::string(name) + "[" + std::to_string(i) + "] is " + what + ": give integers of 32 bits");
       }
-      copied_.push_back(static_cast<std::int32_t>(number));
+      copied_.push_back(*number);
     }
     numbers_ = copied_;
   }

@@ -59,7 +59,8 @@ auto without_gil(Call call) {
 
 // Checks its arguments before anything changes: Python does not. Returns None if nothing was drafted or verified.
 nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle rows_, nb::handle lengths_,
-                nb::handle max_draft_, nb::handle num_verified_, double cost, double work_seconds, std::int32_t most) {
+                nb::handle max_draft_, nb::handle num_verified_, double cost, nb::handle work_seconds_,
+                nb::handle most_) {
   const Int32Buffer slots(slots_), tokens(tokens_);
   if (!slots.has_dimensions(1)) refuse("slots: give int32 [requests]");
   if (!tokens.has_dimensions(2)) {
@@ -72,6 +73,8 @@ nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle 
   if (count > 0 && height == 0) refuse("tokens: the array has no rows");
   rows.check("rows", height - 1);
   lengths.check("lengths", width);
+  const double work_seconds = seconds(work_seconds_, "work_seconds");
+  const std::int32_t most = integer(most_, "most");
   Drafts drafts = without_gil([&] {
     return cache.step({{slots.data(), count}, rows.get(), lengths.get(), max_draft.get(), num_verified.get()},
                       {tokens.data(), height, width}, cost, work_seconds, most);
@@ -260,7 +263,7 @@ NB_MODULE(_native, module) {
            "lengths"_a.noconvert(), "max_draft"_a.noconvert(), "cost"_a)
       .def("candidates", &candidates, "slot"_a)
       .def("step", &step, "slots"_a, "tokens"_a.none(), "rows"_a.none(), "lengths"_a.none(), "max_draft"_a.none(),
-           "num_verified"_a.none(), "cost"_a, "work_seconds"_a, "most"_a)
+           "num_verified"_a.none(), "cost"_a, "work_seconds"_a.none(), "most"_a.none())
       .def("finish", &finish, "slot"_a, "output_limit"_a.none(), "record"_a)
       .def("abort", &Cache::abort, "slot"_a, Released())
       .def(

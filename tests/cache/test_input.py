@@ -181,6 +181,30 @@ def test_numbers_that_are_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("most", "x", "most='x': give an integer of 32 bits"),
+        ("most", 1.0, "most=1.0: give an integer of 32 bits"),
+        ("most", None, "most=None: give an integer of 32 bits"),
+        ("most", True, "most=True: give an integer of 32 bits"),
+        ("most", 2**31, "most=2147483648: give an integer of 32 bits"),
+        ("work_seconds", "x", "work_seconds='x': give a number of seconds"),
+        ("work_seconds", None, "work_seconds=None: give a number of seconds"),
+        ("work_seconds", 1j, "work_seconds=1j: give a number of seconds"),
+        ("work_seconds", float("nan"), "work_seconds=nan: give a number of seconds"),
+    ],
+)
+def test_a_step_refuses_wrong_limits_by_name(name: str, wrong: Any, message: str) -> None:
+    cache = SuffixCache()
+    cache.start("r", [1, 2, 1, 2])
+    table = np.array([[1, 2, 1, 2, 1]], np.int32)
+    with pytest.raises(InvalidInputError, match=f"^{message}$"):
+        cache.step(["r"], table, [0], [5], [4], [0], **{name: wrong})
+    taken = cache.step(["r"], table, [0], [5], [4], [0], cost=0.0, most=np.int64(2), work_seconds=np.float32(0.001))  # type: ignore[arg-type]
+    assert taken.lists() == [[2, 1]]
+
+
+@pytest.mark.parametrize(
     ("name", "value", "kind"),
     [
         ("policy", "arctic", "DraftPolicy"),
