@@ -36,7 +36,9 @@ void CacheEntries::trim(Session& session) {
   const Size size = session.size();
   std::size_t tokens = size.tokens;
   if (limits.session.tokens > 0) tokens = std::min(tokens, limits.session.tokens);
-  if (limits.session.bytes > 0) tokens = std::min(tokens, size.tokens * limits.session.bytes / size.bytes);
+  if (size.over_bytes(limits.session)) {  // otherwise the product may not fit into 64 bits
+    tokens = std::min(tokens, size.tokens * limits.session.bytes / size.bytes);
+  }
   dispose_later(session.trim(tokens / 2));
 }
 

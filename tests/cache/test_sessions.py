@@ -276,6 +276,15 @@ def test_a_session_over_its_budget_forgets_places_and_records() -> None:
     assert behind(cache, text[:5]) == []
 
 
+def test_a_session_over_its_tokens_keeps_half_of_them_whatever_its_bytes_may_be() -> None:
+    """The largest budget in bytes times the session's tokens does not fit into 64 bits."""
+    caches = [SuffixCache(per_session=Budget(tokens=64, bytes=most)) for most in (None, 2**62)]
+    for cache in caches:
+        run(cache, list(range(100)), [200, 201], 1, scope="session")
+        assert cache.has_session(None, "s")
+    assert caches[0].stats().tokens == caches[1].stats().tokens
+
+
 def test_a_session_cut_to_nothing_takes_its_records_back(tmp_path: Path) -> None:
     """Its places and records went with the text, so a snapshot is sound and a stored turn is new to it."""
     cache = SuffixCache(per_session=Budget(tokens=1))
