@@ -126,7 +126,7 @@ class CacheEntries {
   // Drops some of the responses that are older than the window.
   void drop_outdated(Group& group);
   void forget_if_empty(CacheEntry& entry);
-  bool over_budget(const CacheEntry& entry) const;  // of a session
+  bool over_budget(const Size& size) const;  // of a session
   // Cuts a session that is over its budget to at most half of the tokens that it may hold, and keeps its newest tokens.
   void trim(Session& session);
   // Drops the oldest responses of a family that holds more than a session may. Does nothing to other groups.

@@ -21,19 +21,19 @@ void CacheEntries::forget_if_empty(CacheEntry& entry) {
   if (!entry.gone && entry.running == 0 && entry.tokens() == 0) drop(entry);
 }
 
-bool CacheEntries::over_budget(const CacheEntry& entry) const {
+bool CacheEntries::over_budget(const Size& size) const {
   const bool bounded = limits.session.tokens > 0 || limits.session.bytes > 0;
-  return bounded ? entry.size().over(limits.session) : entry.tokens() > kSessionTokens;
+  return bounded ? size.over(limits.session) : size.tokens > kSessionTokens;
 }
 
 void CacheEntries::trim(Group& group) {
   if (!group.is(EntryKind::kFamily)) return;
-  while (!group.corpus.empty() && over_budget(group)) group.corpus.drop_oldest();
+  while (!group.corpus.empty() && over_budget(group.size())) group.corpus.drop_oldest();
 }
 
 void CacheEntries::trim(Session& session) {
-  if (!over_budget(session)) return;
   const Size size = session.size();
+  if (!over_budget(size)) return;
   std::size_t tokens = size.tokens;
   if (limits.session.tokens > 0) tokens = std::min(tokens, limits.session.tokens);
   if (size.over_bytes(limits.session)) {  // otherwise the product may not fit into 64 bits

@@ -49,8 +49,10 @@ bool Cache::adopt(Names names, PreparedSession& prepared) {
     if (entries_.root_of(names) != *names.session) return false;
     const auto family = entries_.find_family(*names.session);
     if (family && !prepared.responses().holds_all_of(family->corpus)) return false;
+    const Size responses{.tokens = prepared.responses().tokens(), .bytes = prepared.responses().bytes()};
+    if (entries_.over_budget(responses)) return false;
   }
-  if (entries_.over_budget(prepared.session())) return false;
+  if (entries_.over_budget(prepared.session().size())) return false;
   Request to;
   find_or_make(names, to);
   entries_.dispose_later(prepared.move_to(*to.session));

@@ -110,6 +110,27 @@ def test_what_would_be_lost_is_restored_turn_by_turn() -> None:
     assert cache.has_session("t", "s")
 
 
+def test_a_family_beyond_the_budget_of_a_session_is_restored_turn_by_turn() -> None:
+    """A family holds the end of each prompt beside each response, so it can be larger than its session."""
+    source = SuffixCache()
+    context: list[int] = []
+    turns = []
+    for number in range(150):
+        context += [number]
+        source.start("r", context, session="s", tenant="t")
+        source.extend("r", [1000 + number, 2000 + number])
+        turn = source.finish("r", name=("w", number + 1))
+        assert turn is not None
+        turns.append(turn)
+        context += [1000 + number, 2000 + number]
+    restored, cache = (SuffixCache(per_session=Budget(tokens=1000)) for _ in range(2))
+    assert not cache.adopt(cache.prepare(turns), turns[0])
+    for turn in turns:
+        restored.restore(turn)
+        cache.restore(turn)
+    assert cache.stats().tokens == restored.stats().tokens
+
+
 def test_it_counts_in_the_budget() -> None:
     texts = Texts()
     cache = SuffixCache(vocab_size=60_000, max_bytes=4_000_000)
