@@ -67,14 +67,17 @@ class SnapshotWriter {
   void vector(const std::vector<T>& value) {
     values(std::span(value));
   }
+  // `is_text`: it may grow at its end before flush(), and elements in front may have no memory. Other arrays keep their
+  // size: one that has another size then is another table.
   template <class T>
-  void array(const Buffer<T>& buffer, bool /*may_lack_front*/ = false) {
+  void array(const Buffer<T>& buffer, bool is_text = false) {
     const std::size_t size = buffer.size(), released = buffer.released(), bytes = (size - released) * sizeof(T);
     number(size);
     number(released);
     if (!deferring_ || bytes < kSlice) return gather(buffer.data() + released, bytes);
-    const auto data = [&buffer, size, released]() -> const char* {
-      const bool same = buffer.size() >= size && buffer.released() == released;
+    const auto data = [&buffer, size, released, is_text]() -> const char* {
+      const bool sized = is_text ? buffer.size() >= size : buffer.size() == size;
+      const bool same = sized && buffer.released() == released;
       return same ? reinterpret_cast<const char*>(buffer.data() + released) : nullptr;
     };
     deferred_.push_back({data, bytes, memory_.size()});
@@ -165,14 +168,14 @@ class SnapshotReader {
     const auto read = values<T>();
     value.assign(read.begin(), read.end());
   }
-  // `may_lack_front`: elements in front may have no memory in the file.
+  // `is_text`: elements in front may have no memory in the file.
   template <class T>
-  void array(Buffer<T>& buffer, bool may_lack_front = false) {
+  void array(Buffer<T>& buffer, bool is_text = false) {
     const std::size_t size = number(), released = number();
     if (released > size || size > kMostBytes / sizeof(T)) damaged("length of an array");
     const std::size_t bytes = (size - released) * sizeof(T);
     const char* const data = take(bytes);
-    if (released > 0 && (!may_lack_front || size * sizeof(T) < Buffer<T>::kMapped)) damaged("length of an array");
+    if (released > 0 && (!is_text || size * sizeof(T) < Buffer<T>::kMapped)) damaged("length of an array");
     buffer.resize(size);
     if (bytes > 0) std::memcpy(buffer.data() + released, data, bytes);
     buffer.release_front(released);

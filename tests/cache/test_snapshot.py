@@ -1,5 +1,7 @@
 """Saving and loading whole caches, and what a damaged file does."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -220,3 +222,46 @@ def test_what_eviction_gave_back_is_not_saved(tmp_path: Path) -> None:
             assert loaded.propose(["q"], 8, cost=0.0)[0].token_ids.tolist()[:4] == newest[at : at + 4].tolist()
             loaded.abort("q")
         cache = loaded
+
+
+GROWS_WHILE_SAVED = """
+#include <cstdio>
+#include "drafting/reranker.hpp"
+#include "storage/snapshot.hpp"
+
+using namespace agentspec;
+
+int main(int, char** arguments) {
+  Reranker reranker(20);
+  std::uint32_t next = 0;
+  const auto learn = [&](unsigned candidates) {
+    for (; candidates > 0; --candidates) {
+      FeatureSlots slots;
+      for (std::uint32_t& slot : slots) slot = next++;
+      reranker.learn(slots, 1, 1);
+    }
+  };
+  learn(2000);
+  SnapshotWriter writer(arguments[1]);
+  writer.defer(true);
+  reranker.describe(writer);
+  unsigned slices = 0;
+  const bool whole = writer.flush([&](const auto& copy) {
+    if (++slices == 2) learn(1000);
+    return copy();
+  });
+  std::printf("%d slices, whole: %d", slices, whole);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_table_that_grows_while_it_is_copied_is_copied_again(tmp_path: Path) -> None:
+    """A reranker's table is another one after it has grown. Halves of the two would have lost half of the weights."""
+    source = tmp_path / "grows.cpp"
+    source.write_text(GROWS_WHILE_SAVED)
+    core = Path(__file__).parents[2] / "csrc"
+    sources = [str(source), str(core / "storage/snapshot.cpp")]
+    subprocess.run(["g++", "-std=c++20", f"-I{core}", *sources, "-o", str(tmp_path / "grows")], check=True)
+    done = subprocess.run([tmp_path / "grows", tmp_path / "snapshot"], check=True, capture_output=True, text=True)
+    assert done.stdout == "2 slices, whole: 0"
