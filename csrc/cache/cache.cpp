@@ -273,7 +273,7 @@ bool Cache::forget_tenant(const std::string& tenant) {
 
 void Cache::resize(Limits limits) {
   std::lock_guard lock(mutex_);
-  entries_.limits = limits;
+  entries_.set_limits(limits);
   entries_.evict(nullptr);
 }
 

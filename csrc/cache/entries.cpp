@@ -250,6 +250,7 @@ void CacheEntries::count(CacheEntry& entry) {
   const Size before = std::exchange(entry.counted, entry.size());
   Tenant& tenant = entry.tenant ? *entry.tenant : static_cast<Tenant&>(entry);
   for (Size* sum : {&held_, &tenant.held}) (*sum += entry.counted) -= before;
+  note_if_over(tenant);
   set_waiting(entry, entry.has_work());
   if (!entry.tenant) {
     (corpora_ += entry.counted) -= before;
@@ -302,11 +303,6 @@ void CacheEntries::work(WorkBudget& budget, bool has_thread) {
     }
   }
   while (!budget.late() && !to_dispose_.empty()) dispose_timed();
-}
-
-void CacheEntries::evict_tenants(WorkBudget& budget) {
-  if (limits.tenant.tokens == 0 && limits.tenant.bytes == 0) return;
-  for (const auto& [key, tenant] : tenants_.by_key) budget.use(evict(tenant.get()));
 }
 
 void CacheEntries::dispose_later(SuffixIndex index) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_set>
@@ -139,6 +140,7 @@ class CacheEntries {
   // `has_thread`: text from other processes is left to the indexing thread, unless that is late.
   void work(WorkBudget& budget, bool has_thread = false);
   void evict_tenants(WorkBudget& budget);  // those over the budget of a tenant
+  void set_limits(const Limits& changed);
   // Drops a session. Returns its tenant and the groups that may hold responses of it.
   std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string& tenant_key);
   // Evicts a session and the family whose root it is, now or when none of its requests run. The next request in it, if
@@ -191,6 +193,7 @@ class CacheEntries {
   static Weight weight_of(const CacheEntry& entry);
   void weigh(CacheEntry& entry, Weight before, Weight now);
   unsigned learned_bits(const CacheEntry& entry) const;
+  void note_if_over(const Tenant& tenant);
   void use(CacheEntry& entry, std::uint64_t tick);
   void set_waiting(CacheEntry& entry, bool waiting);
   template <class Entry>
@@ -213,6 +216,7 @@ class CacheEntries {
   Size corpora_;            // the tenants themselves together
   std::size_t beside_ = 0;  // sum of the tenants' `beside`
   EntryMap<Tenant> tenants_;
+  std::set<std::string_view> over_;  // keys of tenants that are, or lately were, over the budget of a tenant
   EntryMap<CacheEntry> entries_;  // sessions, named groups and families
   std::map<std::string_view, std::shared_ptr<Owner>> owners_;
   FairOrder<CacheEntry> texts_;

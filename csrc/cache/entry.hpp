@@ -15,6 +15,8 @@ namespace agentspec {
 // Limits what is held; 0 means no limit.
 struct Budget {
   std::size_t tokens = 0, bytes = 0;
+
+  bool operator==(const Budget&) const = default;
 };
 
 struct Limits {

@@ -42,6 +42,24 @@ void CacheEntries::trim(Session& session) {
   dispose_later(session.trim(tokens / 2));
 }
 
+void CacheEntries::note_if_over(const Tenant& tenant) {
+  if (tenant.held.over(limits.tenant)) over_.insert(tenant.key);
+}
+
+void CacheEntries::set_limits(const Limits& changed) {
+  if (std::exchange(limits, changed).tenant == changed.tenant) return;
+  for (const auto& [key, tenant] : tenants_.by_key) note_if_over(*tenant);
+}
+
+void CacheEntries::evict_tenants(WorkBudget& budget) {
+  for (auto next = over_.begin(); next != over_.end();) {
+    const auto tenant = tenants_.find(*next);  // stays until the end of the round, even if it is dropped
+    if (tenant->held.over(limits.tenant)) budget.use(evict(tenant.get()));
+    if (!tenant->held.over(limits.tenant)) over_.erase(tenant->key);
+    next = over_.upper_bound(tenant->key);
+  }
+}
+
 std::size_t CacheEntries::evict(Tenant* tenant) {
   std::size_t done = 0;
   while (tenant && done < kEvictPerCall && tenant->held.over(limits.tenant) && evict_one(tenant)) ++done;
@@ -146,6 +164,7 @@ void CacheEntries::drop_tenant(Tenant& tenant) {
   tenant.counted = {};
   tenant.gone = true;  // an erasure or a snapshot of it may be under way
   dispose_later(tenant.take_index());
+  over_.erase(tenant.key);
   tenants_.erase(tenant);
 }
 

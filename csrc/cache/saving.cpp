@@ -203,7 +203,7 @@ std::string Cache::load(const std::string& path, const std::string& identity) {
   loaded.load(reader, vocab_size_, same_window);
   std::lock_guard lock(mutex_);
   if (!entries_.empty()) throw std::runtime_error("the cache is in use already: load into a new one");
-  loaded.limits = entries_.limits;
+  loaded.set_limits(entries_.limits);
   entries_ = std::move(loaded);
   return note;
 }

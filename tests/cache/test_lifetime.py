@@ -144,6 +144,39 @@ def test_resizing_evicts_little_by_little() -> None:
     assert finds(cache, [110, 111], tenant="t") == []
 
 
+def test_resizing_forgets_tenants_that_are_within_their_own_budgets() -> None:
+    """Looking for tenants over their budgets goes on where it was after the tenant in hand has gone."""
+    cache = SuffixCache(per_tenant=Budget(bytes=2**40))
+    for number in range(1000):
+        run(cache, [1, 2, 3], tenant=f"t{number:03}")
+    most = cache.stats().bytes // 10
+    cache.resize(max_bytes=most, per_tenant=Budget(bytes=2**40))
+    cache.catch_up()
+    assert cache.stats().bytes <= most
+    assert "t999" in cache.tenants() and "t000" not in cache.tenants()
+
+
+def test_tenants_over_a_new_budget_are_cut_one_by_one() -> None:
+    cache = SuffixCache()
+    for number in range(400):
+        run(cache, [10 * number + n for n in range(10)], tenant=f"t{number % 4}")
+    cache.resize(per_tenant=Budget(tokens=200))
+    cache.catch_up()
+    assert cache.stats().tokens <= 4 * 200
+    assert all(finds(cache, [3960 + 10 * n + 7, 3960 + 10 * n + 8], tenant=f"t{n}") for n in range(4))
+
+
+def test_a_look_for_work_costs_the_same_however_many_tenants_are_within_budget() -> None:
+    def look(tenants: int) -> float:
+        cache = SuffixCache(per_tenant=Budget(tokens=1000))
+        for number in range(tenants):
+            run(cache, [1, 2, 3], tenant=f"t{number}")
+        cache.catch_up()
+        return median(cpu(lambda: cache.catch_up(64, seconds=0.001)) for _ in range(100))
+
+    assert_fast(lambda: {"ratio": look(4000) / look(40)}, ratio=4.0)
+
+
 def test_a_running_request_keeps_its_session_and_group() -> None:
     cache = SuffixCache(max_tokens=200)
     run(cache, [1, 2, 3, 4, 5], session="s", group="g", tenant="t")

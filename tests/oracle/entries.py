@@ -329,8 +329,8 @@ class CacheEntries:
 
     def evict_tenants(self, budget: int) -> int:
         """Evict what exceeds the tenants' own budgets. Return what is left of the budget."""
-        if self.limits.tenant.tokens is not None:
-            for _, tenant in sorted(self.tenants.items()):
+        for _, tenant in sorted(self.tenants.items()):
+            if self._over(tenant, self.limits.tenant.tokens):
                 budget -= min(budget, self.evict(tenant))
         return budget
 
