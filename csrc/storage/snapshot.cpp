@@ -1,6 +1,7 @@
 #include "storage/snapshot.hpp"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <array>
 #include <bit>
 #include <cerrno>
+#include <cstdlib>
 #include <stdexcept>
 #include <utility>
 
@@ -70,10 +72,11 @@ std::uint64_t Checksum::value() const {
 }
 
 SnapshotWriter::SnapshotWriter(std::string path)
-    : path_(std::move(path)), temporary_(path_ + ".tmp" + std::to_string(getpid())), slice_(kSlice + 8) {
-  const int file = open(temporary_.c_str(), O_CREAT | O_TRUNC | O_RDWR | O_CLOEXEC, 0600);
+    : path_(std::move(path)), temporary_(path_ + ".tmpXXXXXX"), slice_(kSlice + 8) {
+  const int file = mkostemp(temporary_.data(), O_CLOEXEC);  // readable by its owner alone
   file_ = file < 0 ? nullptr : fdopen(file, "w");
   if (!file_) fail("cannot be created");
+  flock(file, LOCK_EX | LOCK_NB);  // a file system without locks does without
   const Header empty;
   put(&empty, sizeof empty);
   checksum_ = {};

@@ -37,7 +37,9 @@ class Checksum {
 };
 
 // Writes to a temporary file beside `path`, which commit() renames: readers see the old or the new snapshot, never a
-// half. Without commit() the temporary file is removed.
+// half. Without commit() the temporary file is removed. Its name, `path` with ".tmp" and six characters, is its own,
+// also among containers that share the folder. It is locked (flock) while it is written: one without a lock is left of
+// a process that was killed.
 //
 // Values are gathered in memory until flush() writes them to the file, so that whoever holds a lock for the values need
 // not wait for the file. Large arrays are not gathered where they may be deferred(): flush() copies them in slices.

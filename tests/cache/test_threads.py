@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -186,3 +187,19 @@ def test_budgets_may_change_while_a_snapshot_is_loaded(tmp_path: Path) -> None:
         cache.resize(max_tokens=1_000_000 + number)
     loading.join()
     assert cache.stats().tokens == filled.stats().tokens
+
+
+def test_two_caches_that_save_to_one_path_leave_a_whole_snapshot(tmp_path: Path) -> None:
+    """Two containers that share a folder may run processes of the same number; two threads have one, too."""
+    rng, path = np.random.default_rng(3), tmp_path / "snapshot"
+    caches = [SuffixCache(), SuffixCache()]
+    for cache in caches:
+        response = rng.integers(0, 60_000, 100_000, np.int32)
+        cache.restore(FinishedTurn("t", None, 0, response[:0], response, writer="w", number=1))
+        cache.catch_up()
+    for _ in range(3):
+        with ThreadPoolExecutor(2) as pool:
+            for saved in [pool.submit(cache.save, path) for cache in caches]:
+                saved.result()
+        assert SuffixCache.load(path).stats().tokens == caches[0].stats().tokens
+    assert [file.name for file in tmp_path.iterdir()] == ["snapshot"]

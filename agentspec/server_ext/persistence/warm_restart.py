@@ -10,10 +10,10 @@ but time.
 """
 
 import contextlib
+import fcntl
 import glob
 import json
 import logging
-import os
 import re
 import threading
 import time
@@ -30,6 +30,8 @@ from agentspec.server_ext.settings import Settings
 logger = logging.getLogger(__name__)
 
 _OF_REDIS = re.compile(f"[0-9a-f]{{{PLACE_DIGITS}}}")
+_WRITTEN_SECONDS = 3_600.0
+"""Time after its last write in which a temporary file counts as being written, where the file system has no locks."""
 
 
 def snapshot_identity(namespace: str, cache: SuffixCache) -> str:
@@ -115,8 +117,8 @@ class SnapshotKeeper:
         """Delete the file, because a session was erased from the cache; the next save writes one without it.
 
         A save that runs meanwhile is thrown away. The model's snapshots of other tenants and engines go too, because
-        those that do not run any more may hold the session; the others save again. Raises StoreError if the file cannot
-        be deleted.
+        those that do not run any more may hold the session; the others save again. So do files that were left half
+        written. Raises StoreError if the file cannot be deleted.
         """
         try:
             self._discard()
@@ -126,6 +128,7 @@ class SnapshotKeeper:
         for path in self._of_this_store(self._log.partition(".")[0] + "."):
             with contextlib.suppress(OSError):  # another user's
                 path.unlink()
+        self._delete_unfinished()
 
     def save(self) -> bool:
         """Save now, in the calling thread, if anything changed. Return whether the file is up to date."""
@@ -167,10 +170,7 @@ class SnapshotKeeper:
 
     def _run(self) -> None:
         """Load, then save every interval while serving, and once more at the end. The thread runs this."""
-        for left in self._beside(f"{self._path.name}.tmp*"):  # left by a process that was killed while saving
-            if not _is_another_process(left.name.rpartition(".tmp")[2]):
-                with contextlib.suppress(OSError):
-                    left.unlink()
+        self._delete_unfinished()
         self._load()
         self._delete_outdated()
         self._loaded.set()
@@ -225,15 +225,24 @@ class SnapshotKeeper:
                 if self._is_outdated(other):
                     other.unlink()
 
-    def _of_this_store(self, log: str = "") -> list[Path]:
+    def _delete_unfinished(self) -> None:
+        """Delete what processes that were killed while they saved have left of this snapshot and of others beside."""
+        for left in self._beside(f"{glob.escape(self._path.name)}.tmp*") + self._of_this_store(ending=".tmp*"):
+            with contextlib.suppress(OSError):  # another user's
+                if not _is_written(left):
+                    left.unlink()
+
+    def _of_this_store(self, log: str = "", ending: str = "") -> list[Path]:
         """Return the snapshots beside the same store of the logs whose names begin with ``log``.
+
+        ending: a pattern for what follows the name of a snapshot.
 
         Those of any Redis server count: a server may have several addresses, and a log's name depends on the model and
         the servers' secret alone.
         """
         of_redis = _OF_REDIS.fullmatch(self._store)
         store = PLACE_DIGITS * "[0-9a-f]" if of_redis else glob.escape(self._store)
-        return self._beside(f"{store}-{glob.escape(log)}*.snapshot")
+        return self._beside(f"{store}-{glob.escape(log)}*.snapshot{ending}")
 
     def _beside(self, pattern: str) -> list[Path]:
         """Return the files in the snapshot's folder that match; none if the folder cannot be read."""
@@ -246,14 +255,13 @@ class SnapshotKeeper:
         return self._max_age is not None and time.time() - path.stat().st_mtime > self._max_age
 
 
-def _is_another_process(number: str) -> bool:
-    """Return whether another process of this number runs, such as another server that is saving just now."""
-    try:
-        if int(number) != os.getpid():
-            os.kill(int(number), 0)
+def _is_written(path: Path) -> bool:
+    """Return whether a process, maybe of another container, writes this temporary file: it holds a lock meanwhile."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
             return True
-    except PermissionError:  # another user's
-        return True
-    except (ValueError, OverflowError, OSError):
-        pass
+        except OSError:  # the file system has no locks
+            return time.time() - path.stat().st_mtime < _WRITTEN_SECONDS
     return False
