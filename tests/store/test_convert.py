@@ -192,6 +192,29 @@ def test_a_conversion_that_is_killed_can_be_repeated(tmp_path: Path, links: str)
     raise AssertionError("it was killed each time")
 
 
+@pytest.mark.parametrize("name", ["what?.db", "no#1.db", "100%25.db"])
+def test_a_path_may_have_characters_that_mean_something_in_a_url(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    old_file(path)
+    assert convert(f"sqlite:///{path}", secret="secret").converted > 0
+    assert {file.name for file in tmp_path.iterdir()} == {name, f"{name}.schema-1"}
+
+
+@pytest.mark.parametrize("fields", [{"group": 5}, {"kept": float("inf")}])
+def test_a_record_with_fields_of_other_types_is_damaged(tmp_path: Path, fields: dict[str, Any]) -> None:
+    plain, odd = tmp_path / "plain.db", tmp_path / "odd.db"
+    for path in (plain, odd):
+        old_file(path)
+    with closing(sqlite3.connect(odd)) as connection:
+        session, payload = old_turn("odd", 0, [1], [2])
+        envelope = msgpack.unpackb(payload)
+        payload = old_record("turn", msgpack.unpackb(envelope["meta"]) | fields, envelope["data"])
+        connection.execute("INSERT INTO entries (namespace, session, payload) VALUES (?, ?, ?)", (NS, session, payload))
+        connection.commit()
+    expected, found = (convert(f"sqlite:///{path}", secret="secret") for path in (plain, odd))
+    assert (found.converted, found.damaged) == (expected.converted, expected.damaged + 1)
+
+
 def test_the_kept_file_of_an_earlier_conversion_is_not_overwritten(tmp_path: Path) -> None:
     path, kept = tmp_path / "server.db", tmp_path / "server.db.schema-1"
     old_file(path)

@@ -164,7 +164,7 @@ class _Converter:
                 raise CorruptRecordError("it belongs to another session")
             record = self._message(fields, data) if kind == "message" else self._turn(fields, data, chain)
             entry = None if record is None else NewEntry(record.session, encode(record), getattr(record, "group", None))
-        except (AgentSpecError, ValueError, KeyError, TypeError):
+        except (AgentSpecError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             self._counts.damaged += 1
             chain.lose()
             return
@@ -255,7 +255,7 @@ def _convert_file(path: Path, secret: str | None, tenant: str | None) -> Convert
     if not path.exists():
         raise StoreUnavailableError(f"{path}: no such file; give the URL of the old store")
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True, isolation_level=None)) as connection:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, isolation_level=None)) as connection:
             _check_file(connection, path)
             _check_kept(old, path)
             connection.execute("BEGIN IMMEDIATE")  # nobody may write meanwhile, nor convert
