@@ -1,10 +1,13 @@
 """The Redis store on a real server: its keys, its failures, its secrets."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -20,6 +23,7 @@ from agentspec.cache.store import (
     check_layout,
     open_store,
 )
+from agentspec.cache.store.redis_client import RedisAddress, RedisClient
 from agentspec.cache.store.redis_index import LogIndex
 from agentspec.cache.store.redis_shard import RedisShard, ShardState
 from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError, StoreVersionError
@@ -432,6 +436,27 @@ def test_a_key_that_something_else_owns_is_an_error_and_stays(store: RedisStore)
     with pytest.raises(StoreError, match=r"WRONGTYPE|wrong kind"):
         store.append(NS, [NewEntry("a", b"1")])
     assert raw(store).get(f"{{agentspec:{NS}}}:3:log") == b"something else"
+
+
+def test_a_client_that_is_closed_while_it_connects_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Cluster is asked for its nodes before there is anything to close."""
+    connects, closed, connection = threading.Event(), threading.Event(), Mock()
+
+    def connect(client: RedisClient) -> Mock:
+        connects.set()
+        closed.wait(60)
+        return connection
+
+    monkeypatch.setattr(RedisClient, "_connect", connect)
+    client = RedisClient(RedisAddress("cluster", "redis+cluster://host", nodes=(("host", 6379),)))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.command, "PING")
+        assert connects.wait(60)
+        client.close()
+        closed.set()
+        with pytest.raises(StoreError, match="the store is closed"):
+            asked.result()
+    connection.close.assert_called_once()
 
 
 @pytest.mark.parametrize("credentials", ["", ":wrong-secret@", "nobody:wrong-secret@"])

@@ -188,6 +188,9 @@ class RedisClient:
             with self._lock:
                 if self._redis is None:
                     self._redis = self._connect()
+        if self._closed:  # while it connected, so that `close` saw no connection
+            self._redis.close()
+            raise StoreError(f"{self.shown}: the store is closed")
         return self._redis
 
     def _connect(self) -> Any:
