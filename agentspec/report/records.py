@@ -126,7 +126,7 @@ def read_run(path: str | Path) -> Run:
                 continue
             try:
                 _add(parsed, sessions, requests)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise _refused(path, number, error) from error
     if not sessions:
         raise broken or InvalidInputError(f"{path}: the record is empty")
@@ -141,7 +141,7 @@ def _refused(path: str | Path, number: int, error: Exception) -> InvalidInputErr
 
 
 def _add(line: dict[str, Any], sessions: dict[str | None, Session], requests: dict[str, Turn]) -> None:
-    """Add a line's reply, or step, to its session. Raises ValueError, KeyError, TypeError or AttributeError."""
+    """Add a line's reply, or step, to its session. Raises what a line of another form makes Python raise."""
     turn = _step(line, requests.get(line["request"])) if "request" in line else _reply(line)
     name = _text(line, "session")
     session = sessions.setdefault(name, Session(name or "without a session", _text(line, "parent")))

@@ -113,6 +113,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: bytes) -> Non
         {"tokens": 10**400},
         {"tokens": -1},
         {"seconds": float("nan")},
+        {"seconds": 10**400},
         {"steps": 1, "detail": [[[[5, "request"]], []]]},
         {"steps": 1, "detail": [[[["a", ["request"]]], []]]},
         {"drafted_by_source": {"request": 1.5}},
