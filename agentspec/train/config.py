@@ -165,7 +165,7 @@ def load_config(path: Path) -> TrainingConfig:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give a training's YAML file") from None
-    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that does not exist, say
         raise ConfigurationError(f"{path}: cannot be read as YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path}: a mapping of fields expected; docs/speculator.md shows one")

@@ -90,7 +90,7 @@ def test_names_the_field(
     assert named in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["- a list", "a: [", "", "[" * 5_000])
+@pytest.mark.parametrize("text", ["- a list", "a: [", "", "[" * 5_000, "seed: 2024-13-40", "seed: !!int x"])
 def test_refuses_what_is_no_mapping(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"config\.yaml"):
         load_config(write(tmp_path, text))
