@@ -95,7 +95,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise InvalidInputError(f"{path}: reading parquet needs pyarrow: pip install 'agentspec[rollout]'") from None
     try:
         rows = parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, ValueError, OverflowError) as error:  # or Python lacks the value
         raise InvalidInputError(f"{path}: cannot be read as parquet ({first_line(error)})") from None
     for number, row in enumerate(rows, 1):
         messages = {name: _without_nulls(row[name]) for name in (*_CHATS, "tools") if name in row}

@@ -56,6 +56,17 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
         read_problems(tmp_path / "bad.parquet")
 
 
+def test_a_value_of_parquet_that_python_has_no_form_for_is_refused(tmp_path: Path) -> None:
+    """Its dates go beyond the year 9999."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    day = pyarrow.array([2**62], pyarrow.timestamp("us"))
+    parquet.write_table(pyarrow.table({"id": ["a"], "prompt": ["x"], "day": day}), tmp_path / "far.parquet")
+    with pytest.raises(AgentSpecError, match=r"far\.parquet: cannot be read as parquet"):
+        read_problems(tmp_path / "far.parquet")
+
+
 def test_messages_in_parquet_have_the_fields_that_they_had(tmp_path: Path) -> None:
     """A template that asks ``'tool_calls' in message`` would find them in every message."""
     pyarrow = pytest.importorskip("pyarrow")
