@@ -10,6 +10,7 @@ import math
 import os
 import re
 import stat
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -340,6 +341,8 @@ def _parse(line: bytes) -> Sample:
         raise ValueError("id: a text, epoch and sample: whole numbers expected")  # pandas makes a number of the id "7"
     if type(sample.reward) not in (float, int, type(None)):
         raise ValueError("reward: a number or null expected")
+    if sample.reward is not None and not abs(sample.reward) <= sys.float_info.max:  # also refuses nan, which json reads
+        raise ValueError("reward: a finite number expected")
     if not isinstance(sample.sampling, dict | None):
         raise ValueError("sampling: an object or null expected")
     return sample

@@ -150,7 +150,14 @@ def test_samples_are_replaced_where_they_stand(tmp_path: Path) -> None:
         # Samples, as another program wrote them again: pandas makes a number of "7", and each would be sampled twice.
         *(
             json.dumps({"id": "7", "epoch": 0, **SAMPLED, **wrong}) + "\n"
-            for wrong in ({"id": 7}, {"epoch": "0"}, {"sample": True}, {"reward": "high"})
+            for wrong in (
+                {"id": 7},
+                {"epoch": "0"},
+                {"sample": True},
+                {"reward": "high"},
+                {"reward": math.nan},
+                {"reward": 10**400},
+            )
         ),
     ],
 )
