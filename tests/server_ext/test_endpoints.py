@@ -221,18 +221,22 @@ async def test_a_request_is_not_taken_for_the_one_before_it_on_its_connection() 
     assert frontend.presented() is None
 
 
+class ToldEngines(EngineClient):
+    """Two engines that note what they are told."""
+
+    def __init__(self) -> None:
+        super().__init__(Settings(store="memory://"))
+        self.told: list[tuple[int, str, dict[str, int]]] = []
+
+    async def _call_utility_async(self, name: str, method: str, limit: Any, question: Any, kw: Any, engine: int) -> Any:
+        self.told.append((engine, *question))
+        return [None]
+
+
 async def test_engines_hear_of_a_response_whose_caller_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontend, "_LOOK_SECONDS", 0.01)
-    told = []
-
-    class Client(EngineClient):
-        async def _call_utility_async(
-            self, name: str, method: str, limit: Any, question: Any, kw: Any, engine: int
-        ) -> Any:
-            told.append((engine, *question))
-            return [None]
-
-    client: Any = Client(Settings(store="memory://"))
+    client: Any = ToldEngines()
+    told = client.told
     states = {"left": 1, "stays": 1}
     client.output_processor = SimpleNamespace(request_states=states)
     lengths = frontend.ResponseLengths(client)
@@ -244,6 +248,25 @@ async def test_engines_hear_of_a_response_whose_caller_has_left(monkeypatch: pyt
         while len(told) < 2:
             await asyncio.sleep(0.01)
     assert told == [(engine, "lengths", {"left": 7}) for engine in (0, 1)]
+
+
+async def test_engines_are_woken_once_for_responses_whose_callers_left_before_their_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM has dropped them when their tokens arrive, so nobody knows whether a stop text was to end them."""
+    monkeypatch.setattr(frontend, "_WAKE_SECONDS", 0.05)
+    client: Any = ToldEngines()
+    runs = SimpleNamespace(detokenizer=SimpleNamespace(stop=[]))
+    processor = SimpleNamespace(request_states={"runs": runs}, agentspec=frontend.ResponseLengths(client))
+    for names in (["runs"], ["left", "runs"], ["left"], ["also left"]):
+        outputs = [SimpleNamespace(request_id=name) for name in names]
+        assert frontend.process_outputs(lambda _, given: given, processor, outputs) is outputs
+    assert not client.told
+    async with asyncio.timeout(60):
+        while len(client.told) < 2:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert client.told == [(engine, "lengths", {}) for engine in (0, 1)]
 
 
 def test_nothing_is_logged_of_a_question_that_is_given_up() -> None:

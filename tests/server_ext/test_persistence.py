@@ -58,6 +58,7 @@ def test_nobody_waits_for_turns_that_cannot_be_written(store: FlakyStore, error:
     begin = time.monotonic()
     engine.persistence.flush(60)
     assert time.monotonic() - begin < 30
+    engine.persistence.close()
 
 
 def test_the_last_request_of_a_session_loads_nothing_of_it() -> None:

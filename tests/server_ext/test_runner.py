@@ -18,11 +18,12 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.fusion.draft_model import Int64, ModelDraft
+from agentspec.server_ext.identity import CALL_KEY
 from agentspec.server_ext.vllm_adapter import cheap_steps, runner
 from agentspec.server_ext.vllm_adapter.cheap_steps import metadata_without_drafts
 from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter
 from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
-from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, returned_tokens
+from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, is_told_later, returned_tokens
 
 
 def finished(output: list[int], **params: Any) -> CachedRequestState:
@@ -68,6 +69,16 @@ class TestReturnedTokens:
         repetition = RepetitionDetectionParams(max_pattern_size=3, min_count=4)
         state = finished(output, max_tokens=200, min_tokens=begins + least, repetition_detection=repetition)
         assert returned_tokens(state) == min(begins + end, 200)
+
+
+def test_the_length_of_a_response_is_waited_for_where_a_stop_text_may_have_ended_it() -> None:
+    """One token is kept nowhere, and the API server may never hear of it where the caller has left."""
+
+    def told_later(output: list[int], **params: Any) -> bool:
+        return is_told_later(finished(output, extra_args={CALL_KEY: "call"}, **params))
+
+    assert told_later([5, 6], stop=["end"]) and not told_later([5, 6])
+    assert not told_later([5], stop=["end"]) and not told_later([], stop=["end"])
 
 
 def test_the_mended_expansion_fills_its_result_in_place_of_a_copy() -> None:

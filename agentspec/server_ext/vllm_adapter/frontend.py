@@ -32,6 +32,8 @@ RPC_METHOD = "agentspec_rpc"
 
 _RPC_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
+_WAKE_SECONDS = 2.0
+"""More than an engine waits to be told the length of a response (requests/running.py)."""
 _CHILD_PREFIX = re.compile(r"^\d+_")
 _ENGINE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _PART_NUMBER = re.compile(r"^(cmpl-.*)-\d+$|^(resp_.*)_\d+$", re.DOTALL)
@@ -256,6 +258,7 @@ class ResponseLengths:
         self._telling = set[asyncio.Task[Any]]()
         self._open: dict[str, Any] = {}  # detokenizers of responses that go on, by the engine's request ids
         self._looking = False
+        self._waking = False
 
     def watch(self, responses: Mapping[str, Any]) -> None:
         """Watch responses that have got tokens, and tell the lengths of those that have ended.
@@ -277,6 +280,20 @@ class ResponseLengths:
     def _look(self) -> None:
         self._looking = False
         self.watch({})
+
+    def wake(self) -> None:
+        """Let engines keep, in a while, responses whose lengths nobody can tell them.
+
+        Their callers had gone before anything of them arrived here. Engines stop waiting for a length after a second,
+        but one without work does not notice.
+        """
+        if not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_later(_WAKE_SECONDS, self._wake)
+
+    def _wake(self) -> None:
+        self._waking = False
+        self.tell({})
 
     def tell(self, lengths: Mapping[str, int]) -> None:
         """Tell the lengths of responses that have ended, by the engine's request ids. Never waits or raises."""
@@ -300,14 +317,17 @@ def process_outputs(original: Callable[..., Any], processor: Any, outputs: Seque
     lengths: ResponseLengths | None = getattr(processor, "agentspec", None)
     if lengths is None:
         return original(processor, outputs, *args, **kw)
-    watched = {}
+    watched, dropped = {}, False
     for output in outputs:
         state = processor.request_states.get(output.request_id)
+        dropped = dropped or state is None
         if state is not None and getattr(state.detokenizer, "stop", None):
             watched[output.request_id] = state.detokenizer
     result = original(processor, outputs, *args, **kw)
     if watched:
         lengths.watch(watched)
+    if dropped:
+        lengths.wake()
     return result
 
 

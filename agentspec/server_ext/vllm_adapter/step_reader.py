@@ -307,10 +307,12 @@ def repetition_of(params: Any) -> Repetition | None:
 def is_told_later(state: Any) -> bool:
     """Return whether the API server will say how many tokens it returned (``frontend.process_outputs``).
 
-    It will where stop texts may end a response. state: vLLM's CachedRequestState.
+    It will where stop texts may end a response. One of a single token is kept nowhere, so its length does not matter;
+    where its caller has left, vLLM may never send that token. state: vLLM's CachedRequestState.
     """
     params = state.sampling_params
-    return bool(params is not None and params.stop and (params.extra_args or {}).get(CALL_KEY))
+    may_stop = params is not None and params.stop and len(state.output_token_ids) > 1
+    return bool(may_stop and (params.extra_args or {}).get(CALL_KEY))
 
 
 def text_of(state: Any) -> list[int]:
