@@ -32,19 +32,19 @@ class Wanted:
 
 @dataclass(slots=True)
 class Loaded:
-    """Hold records to apply together.
-
-    wanted: what was asked for. complete: these are the last of what ``wanted`` names, and none was lost. prepared: the
-    indexes of the session that the records make up; None: it is too short to be indexed beforehand. forgotten: sessions
-    that were erased since ``take`` returned it.
-    """
+    """Hold records to apply together."""
 
     wanted: Wanted
+    """What was asked for."""
     records: list[TurnRecord] = field(default_factory=list)
     size: int = 0
+    """Bytes of the records."""
     complete: bool = False
+    """Whether these are the last records of what ``wanted`` names, and none was lost."""
     prepared: "PreparedSession | None" = None
+    """The indexes of the session that the records make up; None: it is too short to be indexed beforehand."""
     forgotten: set[str] = field(default_factory=set)
+    """Sessions that were erased since ``take`` returned this."""
 
     def add(self, record: TurnRecord) -> None:
         """Add a record."""

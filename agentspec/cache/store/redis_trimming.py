@@ -3,6 +3,7 @@
 import heapq
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, Retention, Trimmed, Usage
 from agentspec.cache.store.courtesy import Courtesy
@@ -15,6 +16,48 @@ logger = logging.getLogger(__name__)
 
 _SESSION_BYTES = 400  # measured on Redis 7: what the server needs for a session beside its entries
 _EXPIRY_DAYS = 1.0  # payloads expire so long after the retention's age, in case nobody is left to trim them
+
+
+@dataclass(slots=True)
+class _Slice:
+    """Say what goes in one slice of trimming, and count what went."""
+
+    cutoff: int
+    """Time up to which all entries go, in milliseconds since the epoch; -1: none."""
+    records: int
+    """How many entries have to go besides, the oldest first."""
+    bytes: int
+    """How many bytes have to go besides."""
+    removed: int = 0
+    """Entries that went."""
+    room: int = SLICE_BYTES
+    """Bytes that may still go in this slice."""
+
+    def takes(self, written: int) -> bool:
+        """Return whether the oldest entry of all goes, which was written at that time, in milliseconds."""
+        is_room = self.removed < SLICE_ENTRIES and self.room > 0
+        return is_room and (written <= self.cutoff or self.records > 0 or self.bytes > 0)
+
+    def share(self, written: int, next_log: int | None) -> tuple[int, int, int | None]:
+        """Return how much goes of the log with the oldest entry: most entries, most bytes, and up to which time.
+
+        written: when that entry was written. next_log: when the oldest entry of all other logs was.
+        """
+        entries, size = SLICE_ENTRIES - self.removed, self.room
+        if written <= self.cutoff:
+            return entries, size, self.cutoff if next_log is None else min(next_log, self.cutoff)
+        if self.bytes <= 0:
+            entries = min(entries, self.records)
+        if self.records <= 0:
+            size = min(size, self.bytes)
+        return entries, size, next_log
+
+    def note(self, entries: int, size: int) -> None:
+        """Count entries that went, and their bytes."""
+        self.removed += entries
+        self.room -= size
+        self.records -= entries
+        self.bytes -= size
 
 
 class Trimming:
@@ -48,7 +91,7 @@ class Trimming:
         held = Usage(0, 0) if retention.records is None and retention.bytes is None else self.usage()
         count = 0 if retention.records is None else held.records - retention.records
         size = 0 if retention.bytes is None else held.bytes - retention.bytes
-        removed = self._trim_oldest(cutoff, count, size)
+        removed = self._trim_oldest(_Slice(cutoff, count, size))
         return Trimmed(removed, removed > 0)
 
     def _sweep(self) -> bool:
@@ -92,48 +135,35 @@ class Trimming:
                 logger.debug("agentspec: a log could not be looked at: %s", error)
             courtesy.pause()
 
-    def _trim_oldest(self, cutoff: int, count: int, size: int) -> int:
-        """Remove a slice of the oldest entries of all logs together. Return their number.
+    def _trim_oldest(self, piece: "_Slice") -> int:
+        """Remove the oldest entries of all logs together, as far as ``piece`` goes. Return their number.
 
-        cutoff: milliseconds up to which all go. count, size: how many entries and bytes have to go besides. A node that
-        does not answer keeps its logs for now.
+        A node that does not answer keeps its logs for now.
         """
-        oldest = self._index.oldest(SLICE_ENTRIES) if cutoff >= 0 or count > 0 or size > 0 else []
-        entries, room, away = SLICE_ENTRIES, SLICE_BYTES, None
-        parts_away: set[str] = set()
-        while oldest and entries > 0 and room > 0:
-            first, name = oldest[0]
-            if first > cutoff and count <= 0 and size <= 0:
-                break
-            until = min((head for head, _ in oldest[1:3]), default=None)  # there the next log's oldest entry is
-            wanted, most = entries, room
-            if first <= cutoff:
-                until = cutoff if until is None else min(until, cutoff)
-            else:
-                wanted = entries if size > 0 else min(entries, count)
-                most = room if count > 0 else min(room, size)
-            shard, state = self._shard(name), None
+        oldest = self._index.oldest(SLICE_ENTRIES) if piece.takes(0) else []  # a heap of (time, log)
+        away: dict[str, StoreUnavailableError] = {}  # by part of the store
+        while oldest and piece.takes(oldest[0][0]):
+            written, name = oldest[0]
+            next_log = min((head for head, _ in oldest[1:3]), default=None)
+            shard, went, state = self._shard(name), 0, None
             part = self._client.part(shard.tag)
-            if part not in parts_away:
+            if part not in away:
                 try:
-                    went, freed, state = shard.trim(wanted, most, until)
+                    went, freed, state = shard.trim(*piece.share(written, next_log))
                 except StoreUnavailableError as error:
-                    parts_away.add(part)
-                    away = error
+                    away[part] = error
                 except StoreError as error:  # of this shard
                     logger.debug("agentspec: a log could not be trimmed: %s", error)
-            if state is None:
-                heapq.heappop(oldest)
-                continue
-            self._index.note(name, state)
-            entries, room, count, size = entries - went, room - freed, count - went, size - freed
-            if went and state.oldest is not None:
+            if state is not None:
+                self._index.note(name, state)
+                piece.note(went, freed)
+            if went and state is not None and state.oldest is not None:
                 heapq.heapreplace(oldest, (state.oldest, name))
             else:
                 heapq.heappop(oldest)
-        if away is not None and entries == SLICE_ENTRIES:
-            raise away
-        return SLICE_ENTRIES - entries
+        if away and not piece.removed:
+            raise next(iter(away.values()))
+        return piece.removed
 
     def _shard(self, name: str) -> RedisShard:
         """Return the shard of this name in the index."""

@@ -1,4 +1,18 @@
-"""Write records to the store in the background, and keep the store within its limits."""
+"""Write records to the store in the background, and keep the store within its limits.
+
+A record goes this way, from ``put`` to one of the last four:
+
+    queued ──> in flight ──> persisted     the store has acknowledged it
+      │  ^       │    ^ │
+      │  └───────┘    │ └──> refused       the store takes its log, but never this record
+      │ store away    v
+      │           set aside                its log, or the part of the store that has it, is away or refused
+      │               │
+      └───────────────┴────> dropped       the oldest, where too much waits, or what is left at the end
+
+From each of these places it goes to ``erased`` where its session is erased. While it is in flight, that happens when
+its append fails; one that succeeds comes in front of the tombstone.
+"""
 
 import atexit
 import logging

@@ -145,22 +145,27 @@ class StepCost:
         return True
 
     def affordable_tokens(self, rows: int, acceptance_length: float = 1.0) -> float:
-        """Return how many draft tokens a step of ``rows`` rows can afford.
+        """Return how many draft tokens a step of ``rows`` rows can afford; infinity where the operator wants no limit.
 
-        acceptance_length: the lowest mean acceptance length of a row. `_longest_multiple` says how long a step may
-        take, in multiples of one without drafts. A measured estimate aims below that (`_aimed_share`). Infinity where
-        the operator wants no limit.
-
-        Until draft tokens are measured, and at least, a token for each row (where steps may take twice as long). Then
-        it is the tokens of a usual step plus those that a cautious slope fits into the remaining time. The cautious
-        slope is a posterior mean, under a prior by which a draft token costs as much as a row, plus its standard
-        deviation. Unless the mean alone is more, it is at most the time of a usual step divided by all its tokens. A
-        line says little about steps far beyond the measured ones (on CPUs the time grows faster), so the result is at
-        most _GROWTH times the most draft tokens measured. Means are compared: on a busy machine steps without drafts
-        vary as much.
+        acceptance_length: the lowest mean acceptance length of a row. It decides how long the step may take, in
+        multiples of one without drafts (`_longest_multiple`).
 
         If the price is given, d tokens fit if a + b * d = multiple * a: a seconds are those of a step without drafts, b
         those of a draft token, and the price is b * rows / a.
+
+        If it is measured:
+
+        - A usual step's draft tokens fit, and as many more as the time has room for that is left beyond such a step. A
+          part of that time is kept free (`_aimed_share`).
+        - The seconds of a draft token are guessed with care: a posterior mean, under a prior by which it takes as long
+          as a row, plus its standard deviation. They are at most those of a usual step divided by all its tokens,
+          unless the mean alone is more.
+        - A line says little about steps far beyond the measured ones (on CPUs the time grows faster). So at most
+          _GROWTH times the most draft tokens measured fit.
+        - At least one token for each row fits where steps may take twice as long. Until draft tokens are measured it
+          is that number.
+
+        Means are compared, because on a busy machine steps without drafts vary as much.
         """
         if self._longest_step is None:
             return float("inf")
