@@ -14,7 +14,7 @@ import pytest
 from agentspec.errors import StoreError
 from agentspec.server_ext.figures.accounts import Accounts
 from agentspec.server_ext.figures.metrics import Metrics, RequestFigures
-from agentspec.server_ext.figures.step_record import StepRecord, _blank_session
+from agentspec.server_ext.figures.step_record import StepRecord, _append, _blank_session
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.step import AcceptanceLength, Batch, RequestState, Step
@@ -199,6 +199,31 @@ def test_a_record_that_was_moved_away_holds_up_no_erasure(tmp_path: Path) -> Non
     step_record.add(line(1, "fix-42", OTHER))
     step_record.close()
     assert lines(step_record.path) == [line(1, "fix-42", OTHER)]
+
+
+def test_a_pipe_that_nobody_reads_loses_lines_and_holds_up_no_erasure(tmp_path: Path) -> None:
+    """The thread waited for a reader for ever, and so did every erasure: HTTP 503 after 20 seconds."""
+    step_record = StepRecord(tmp_path / "steps.jsonl")
+    step_record.path.unlink()
+    os.mkfifo(step_record.path)
+    step_record.add(line(1, "fix-42", KEY))
+    step_record.erase(KEY).result(60)
+    step_record.close()
+    assert step_record.lost == 1
+
+
+def test_a_pipe_whose_reader_is_slow_or_leaves_gets_whole_lines(tmp_path: Path) -> None:
+    """A pipe cannot be cut back to its last whole line: the attempt ended the thread that writes."""
+    path = tmp_path / "steps.jsonl"
+    os.mkfifo(path)
+    given = [json.dumps(line(number, "x" * 200, KEY)).encode() + b"\n" for number in range(1000)]
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    written, error = _append(b"".join(given), path)
+    got = os.read(reader, 1 << 20)
+    os.close(reader)
+    assert isinstance(error, BlockingIOError) and 0 < written < len(given)
+    assert got == b"".join(given[:written])
+    assert _append(given[0], path)[0] == 0
 
 
 def test_lines_that_are_lost_are_counted(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import stat
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -125,21 +126,25 @@ def make_record(path: str | Path) -> Path:
 def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:
     """Append lines to a file. Return how many were written, and why not all.
 
-    Where the disk is full, those that fit are: of half a line an erasure could miss the name.
+    Where the disk is full, those that fit are: of half a line an erasure could miss the name. A pipe that nobody reads
+    is an error, and would let this thread wait, and every erasure for it.
     """
     try:
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
     except OSError as error:
         return 0, error
     written, failure = 0, None
+    regular = stat.S_ISREG(os.fstat(file).st_mode)
     try:
-        while written < len(lines):
-            written += os.write(file, lines[written:])
+        while written < len(lines):  # a pipe takes a whole line or nothing of it
+            end = len(lines) if regular else lines.index(b"\n", written) + 1
+            written += os.write(file, lines[written:end])
     except OSError as error:
         failure = error
-        end, whole = os.lseek(file, 0, os.SEEK_CUR), lines.rfind(b"\n", 0, written) + 1
-        if os.fstat(file).st_size == end:  # no other process has appended since
-            os.ftruncate(file, end - (written - whole))
+        if regular:
+            end, whole = os.lseek(file, 0, os.SEEK_CUR), lines.rfind(b"\n", 0, written) + 1
+            if os.fstat(file).st_size == end:  # no other process has appended since
+                os.ftruncate(file, end - (written - whole))
     finally:
         os.close(file)
     return lines.count(b"\n", 0, written), failure
@@ -149,8 +154,12 @@ def _blank_session(path: Path, session_key: str) -> None:
     """Overwrite a session's name and key in all lines of a step record, and fill the lines up with spaces.
 
     A broken line that has its key is overwritten whole. A last line without its end is another process's, which erases
-    the session itself. The file may be cut meanwhile, as `logrotate` does; what it loses need not be overwritten.
+    the session itself. The file may be cut meanwhile, as `logrotate` does; what it loses need not be overwritten. Pipes
+    and devices keep nothing.
     """
+    mode = path.stat().st_mode
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        return
     wanted = f'"session_key":{json.dumps(session_key)}'.encode()
     with path.open("r+b", buffering=0) as file:
         record = file.fileno()
