@@ -10,7 +10,7 @@ import pytest
 from agentspec.cache.store import NewEntry, open_store
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.identity.callers import NOBODY, ApiKeysFile, Caller, Callers, Presented, shows_admin_key
-from agentspec.server_ext.identity.server_secrets import admin_key, keep_secret, server_secret
+from agentspec.server_ext.identity.server_secrets import admin_key, check_secrets, keep_secret, server_secret
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.testing.redis_server import RedisServer
 
@@ -213,6 +213,23 @@ class TestSecrets:
             server_secret(Settings(store="memory://"), environ)
             admin_key(environ)
         assert "hunter2" not in str(error.value)
+
+    @pytest.mark.parametrize("variable", ["AGENTSPEC_SECRET", "AGENTSPEC_ADMIN_KEY"])
+    def test_one_that_is_not_utf_8_is_refused_at_the_start(
+        self, variable: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A secret was a traceback while vLLM started, an administrator's key HTTP 500 for every key that is wrong."""
+        monkeypatch.setenv(variable, os.fsdecode(b"\xff" * 20))
+        with pytest.raises(ConfigurationError, match=f"{variable}: it is not UTF-8"):
+            check_secrets()
+
+    @pytest.mark.parametrize("key", ["0123456789abcdef\n", " 0123456789abcdef", "01234567\r\n89abcdef", " " * 20])
+    def test_an_admin_key_that_no_header_can_hold_is_refused(self, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As one from a file that ends with a line break: the server started, and no key was the administrator's."""
+        monkeypatch.setenv("AGENTSPEC_ADMIN_KEY", key)
+        with pytest.raises(ConfigurationError, match="AGENTSPEC_ADMIN_KEY: no request can show it") as error:
+            check_secrets()
+        assert "0123" not in str(error.value)
 
     def test_each_store_has_a_secret_and_is_asked_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         one, other = (Settings(store=f"sqlite:///{tmp_path / name}.db") for name in ("one", "other"))

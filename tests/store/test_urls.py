@@ -109,6 +109,8 @@ def test_a_sockets_database_is_an_option_and_never_its_path(url: str, database: 
         ("redis://user:12/hunter2@host/0", "percent-encoded"),
         ("redis://user:12?hunter2=1@host/0", "percent-encoded"),
         ("redis://user:12#hunter2@host/0", "percent-encoded"),
+        ("redis://user:hunter2\udcff@host/0", "not UTF-8"),  # by os.environ
+        ("redis://host\udcff/0", "not UTF-8"),
     ],
 )
 def test_other_urls_are_refused_with_the_forms_that_work(url: str, says: str) -> None:

@@ -192,8 +192,7 @@ def _redis_place(url: str) -> tuple[RedisAddress, str, int]:
     scheme = _scheme_of(url)
     if scheme not in _REDIS:
         raise _refused(url, "unknown kind of store")
-    if any(mark in url.rpartition("@")[0].partition("//")[2] for mark in "/?#"):
-        raise _refused(url, "user and password must be percent-encoded (%2F for /, %3F for ?, %23 for #, %40 for @)")
+    _check_characters(url)
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -234,6 +233,16 @@ def _redis_place(url: str) -> tuple[RedisAddress, str, int]:
         tls=options if scheme.startswith("rediss") else None,
     )
     return address, prefix, int(shards)
+
+
+def _check_characters(url: str) -> None:
+    """Raise StoreURLError for a URL of Redis with characters in it that must be percent-encoded."""
+    try:
+        url.encode()
+    except UnicodeEncodeError:
+        raise _refused(url, "it is not UTF-8; percent-encode other bytes") from None
+    if any(mark in url.rpartition("@")[0].partition("//")[2] for mark in "/?#"):
+        raise _refused(url, "user and password must be percent-encoded (%2F for /, %3F for ?, %23 for #, %40 for @)")
 
 
 def _nodes(url: str, places: str, port: int, *, several: bool) -> tuple[tuple[str, int], ...]:

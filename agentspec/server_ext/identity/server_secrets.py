@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 import secrets
 from collections.abc import Mapping, MutableMapping
 
@@ -18,13 +19,14 @@ _HANDED_ON = "AGENTSPEC_STORE_SECRET"
 """Environment variable by which the process that starts vLLM tells others a store's secret: URL's digest, secret."""
 
 _LEAST_SECRET = 16
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def server_secret(settings: Settings, environ: MutableMapping[str, str] = os.environ) -> bytes:
     """Return the key of this server's MACs: ``AGENTSPEC_SECRET``, else the secret that its store keeps.
 
     Asks the store once; the processes that this one starts find the answer in the environment. While the store is away
-    the secret is a temporary one, which finds no stored session. Raises ConfigurationError for too short a secret.
+    the secret is a temporary one, which finds no stored session. Raises ConfigurationError for an unusable secret.
     """
     given = environ.get(SECRET)
     if given:
@@ -46,21 +48,30 @@ def keep_secret(store: Store, secret: bytes, environ: Mapping[str, str] = os.env
 
 
 def check_secrets() -> None:
-    """Raise ConfigurationError if ``AGENTSPEC_SECRET`` or ``AGENTSPEC_ADMIN_KEY`` is too short."""
+    """Raise ConfigurationError if ``AGENTSPEC_SECRET`` or ``AGENTSPEC_ADMIN_KEY`` cannot be used."""
     admin_key()
     if given := os.environ.get(SECRET):
         _checked_secret(SECRET, given)
 
 
 def admin_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return what ``AGENTSPEC_ADMIN_KEY`` holds, None if nothing. Raises ConfigurationError if it is too short."""
+    """Return what ``AGENTSPEC_ADMIN_KEY`` holds, None if nothing.
+
+    Raises ConfigurationError if it is too short, or nothing that a header can hold, as with the line break of a file.
+    """
     given = environ.get(ADMIN_KEY)
+    if given and (given != given.strip() or _CONTROL.search(given)):
+        raise ConfigurationError(f"{ADMIN_KEY}: no request can show it; leave out line breaks, and blanks at its ends")
     return _checked_secret(ADMIN_KEY, given) if given else None
 
 
 def _checked_secret(variable: str, value: str) -> str:
     if len(value) < _LEAST_SECRET:
         raise ConfigurationError(f"{variable}: at least {_LEAST_SECRET} characters, e.g. from: openssl rand -hex 32")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"{variable}: it is not UTF-8; take letters and digits") from None
     return value
 
 
