@@ -202,9 +202,11 @@ class Settings(BaseModel):
 
     @field_validator("store", "record", "api_keys_file", "public", "speculator")
     @classmethod
-    def _not_empty(cls, value: str | None) -> str | None:
+    def _usable_name(cls, value: str | None) -> str | None:
         if value == "":  # often from a variable that is not set
             raise ValueError("it is empty; give a value, or leave it out")
+        if value is not None and "\0" in value:  # a file's name; Python's own error would be a traceback
+            raise ValueError("no file has a NUL character in its name; leave it out")
         return value
 
     @field_validator("history_window", mode="before")

@@ -306,6 +306,13 @@ class TestLaunch:
         with pytest.raises(ConfigurationError, match=f"{name}.*it is empty; give a value, or leave it out"):
             load_settings({"agentspec": {name: ""}}, {})
 
+    @pytest.mark.parametrize("name", ["record", "api_keys_file", "public", "speculator"])
+    def test_a_name_with_a_nul_character_is_refused(self, name: str) -> None:
+        """JSON may hold one. For a record and a file of API keys it was a traceback at the start."""
+        environ = {"AGENTSPEC_SETTINGS": json.dumps({name: "./a\0b"})}
+        with pytest.raises(ConfigurationError, match=f"{name}.*NUL character"):
+            load_settings({}, environ)
+
     @pytest.mark.parametrize("name", ["store", "tenant", "record"])
     def test_an_empty_option_is_refused(self, name: str) -> None:
         environ = {"AGENTSPEC_STORE": "redis://h/0"}
