@@ -202,6 +202,29 @@ def test_a_path_that_vllm_leaves_unguarded_makes_nobody(start: Start) -> None:
     assert server.get("/v1/x", headers=bearer("ada")).json() == ada
 
 
+@pytest.mark.parametrize("root", ["", "/", "/x", "/x/", "x", "/v"])
+@pytest.mark.parametrize("before", ["", "/x"])
+def test_a_path_is_the_one_that_is_routed_whatever_the_root_path(root: str, before: str) -> None:
+    """With ``--root-path /`` responses had no figures, and /metrics had none of agentspec."""
+    found = []
+
+    class Middleware:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                found.append(frontend.path_of(scope))
+            await self.app(scope, receive, send)
+
+    app = FastAPI(root_path=root)
+    app.get("/v1/models")(lambda: "routed")
+    app.add_middleware(Middleware)
+    routed = TestClient(app).get(f"{before}/v1/models").status_code == 200
+    assert (found == ["/v1/models"]) == routed
+    assert routed == (before in ("", root))
+
+
 async def test_a_request_is_not_taken_for_the_one_before_it_on_its_connection() -> None:
     """The server may start a request's task in the context of the request before."""
     found: list[Presented | None] = []

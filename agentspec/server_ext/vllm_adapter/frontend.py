@@ -113,9 +113,13 @@ def engine_of(app: Any) -> Any:
 
 
 def path_of(scope: Any) -> str:
-    """Return the path of an HTTP request, without the one under which a proxy serves vLLM (``--root-path``)."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path
+    """Return the path of an HTTP request, without the one under which a proxy serves vLLM (``--root-path``).
+
+    It is the one that is routed. So ``--root-path /`` takes nothing off: what is left must begin with a slash.
+    """
+    path: str = scope["path"]
+    rest = path.removeprefix(scope.get("root_path", ""))
+    return rest if rest.startswith("/") or not rest else path
 
 
 def drafting_engine(request: Any) -> Any:
