@@ -238,6 +238,25 @@ def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
         writer.close()
 
 
+def test_an_erasure_that_a_full_disk_keeps_in_the_log_is_an_error(tmp_path: Path) -> None:
+    """It waited two minutes for a process that reads old pages. There was none, and the text was in the log."""
+    path = tmp_path / "store.db"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(SQLiteStore(path)) as store:
+        store.append(NS, [NewEntry("other", bytes(200_000))])
+        assert store.erase_session(NS, "none").complete  # the log is in the file
+        store.append(NS, [NewEntry("s", b"what was said" * 10), NewEntry("other", bytes(50_000))])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))  # the log has room, and the file none
+        try:
+            with pytest.raises(StoreUnavailableError, match=r"store\.db: disk I/O error"):
+                store.erase_session(NS, "s")
+            assert b"what was said" in Path(f"{path}-wal").read_bytes()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert store.erase_session(NS, "s").complete
+    assert b"what was said" not in path.read_bytes()
+
+
 def test_a_full_disk_is_named_where_not_even_the_memory_of_the_log_fits(tmp_path: Path) -> None:
     """SQLite calls it an I/O error then, as if the disk were broken."""
     path = tmp_path / "store.db"

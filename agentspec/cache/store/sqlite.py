@@ -189,7 +189,8 @@ class _Database:
                     delete(connection, (theirs, (namespace, session, 1)))
                     entry = NewEntry(session, encode(EraseRecord(session)))
                     tombstone = insert(connection, namespace, entry, time.time(), erased=True)
-            return Erasure(removed, empty_log(connection), None if tombstone is None else cursor_of(tombstone))
+            complete = empty_log(connection, to_erase=True)
+            return Erasure(removed, complete, None if tombstone is None else cursor_of(tombstone))
 
     def secret(self) -> bytes:
         query = "SELECT value FROM facts WHERE name = 'secret'"

@@ -62,13 +62,18 @@ def padded(payload: bytes) -> bytes:
     return bytes(FRONT) + payload + bytes(length - FRONT - len(payload))
 
 
-def empty_log(connection: sqlite3.Connection) -> bool:
-    """Move the write-ahead log into the file and cut it to nothing. Return False if a reader prevents that."""
+def empty_log(connection: sqlite3.Connection, *, to_erase: bool = False) -> bool:
+    """Move the write-ahead log into the file and cut it to nothing. Return False if a reader prevents that.
+
+    to_erase: raise the error of a disk that prevents it, because waiting for readers to end would not help.
+    """
     _set_patience(connection, _CHECKPOINT_SECONDS)
     try:
         (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    except sqlite3.OperationalError:  # another process writes
-        return False
+    except sqlite3.OperationalError as error:
+        if to_erase and error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise
+        return False  # another process writes
     finally:
         _set_patience(connection, _BUSY_SECONDS)
     return bool(busy == 0)
