@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import stat
 import threading
 from collections import deque
@@ -28,6 +29,8 @@ _LINE_BYTES = 1_024
 _FLUSH_SECONDS = 0.1
 """Pause between two writes of the lines that wait."""
 _QUEUED_LINES = 200_000
+_PIPE_SECONDS = 1.0
+"""Time for which a pipe that is full is waited for."""
 _BLOCK_BYTES = 1 << 18
 """So much of a step record is searched at a time: other threads wait for the interpreter meanwhile."""
 
@@ -126,8 +129,8 @@ def make_record(path: str | Path) -> Path:
 def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:
     """Append lines to a file. Return how many were written, and why not all.
 
-    Where the disk is full, those that fit are: of half a line an erasure could miss the name. A pipe that nobody reads
-    is an error, and would let this thread wait, and every erasure for it.
+    Where the disk is full, those that fit are: of half a line an erasure could miss the name. A pipe is waited for as
+    long as _PIPE_SECONDS: erasures wait for this thread. One that nobody reads is an error.
     """
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
@@ -138,7 +141,11 @@ def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:
     try:
         while written < len(lines):  # a pipe takes a whole line or nothing of it
             end = len(lines) if regular else lines.index(b"\n", written) + 1
-            written += os.write(file, lines[written:end])
+            try:
+                written += os.write(file, lines[written:end])
+            except BlockingIOError:
+                if not select.select([], [file], [], _PIPE_SECONDS)[1]:
+                    raise
     except OSError as error:
         failure = error
         if regular:
