@@ -204,6 +204,7 @@ class CacheEntries {
   bool evict_one(Tenant* only);
   template <class Fits>
   CacheEntry* oldest_text(const Tenant* only, Fits fits) const;
+  void load_again(CacheEntry& entry);
   bool evict_tenant();
   void drop_tenant(Tenant& tenant);
   bool evict_text(Tenant* only);

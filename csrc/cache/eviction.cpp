@@ -83,6 +83,14 @@ CacheEntry* CacheEntries::oldest_text(const Tenant* only, Fits fits) const {
   return found == only->entries.end() ? nullptr : found->second;
 }
 
+// Notes that the store may hold more of an entry, of which nothing is left. A family comes back with its root, and with
+// its other sessions.
+void CacheEntries::load_again(CacheEntry& entry) {
+  entry.loaded = false;
+  if (!entry.is(EntryKind::kFamily)) return;
+  if (const auto root = find_session(entry.name())) root->loaded = false;
+}
+
 // If tenants' corpora are more than half of what is held, drops the oldest document of the least recently used tenant.
 // Otherwise drops the least recently used session or group that no running request drafts from.
 bool CacheEntries::evict_text(Tenant* only) {
@@ -90,9 +98,7 @@ bool CacheEntries::evict_text(Tenant* only) {
   if (shared == 0 || 2 * shared <= all) {
     const auto idle = [](const CacheEntry& entry) { return entry.running == 0 && entry.counted.tokens > 0; };
     if (CacheEntry* const entry = oldest_text(only, idle)) {
-      if (entry->is(EntryKind::kFamily)) {  // it comes back with its root, and with the other sessions of the family
-        if (const auto root = find_session(entry->name())) root->loaded = false;
-      }
+      load_again(*entry);
       drop(*entry);
       return true;
     }
@@ -112,7 +118,9 @@ bool CacheEntries::evict_running(Tenant* only) {
   if (entry->is(EntryKind::kSession)) {
     dispose_later(static_cast<Session&>(*entry).trim(entry->counted.tokens / 2));
   } else {
-    static_cast<Group&>(*entry).corpus.drop_older_half();
+    auto& group = static_cast<Group&>(*entry);
+    group.corpus.drop_older_half();
+    if (group.corpus.empty()) load_again(group);
   }
   count(*entry);
   return true;
@@ -127,7 +135,9 @@ bool CacheEntries::evict_tenant() {
   if (found->entries.empty()) {
     drop_tenant(*found);
   } else {
-    drop(*found->entries.begin()->second);
+    CacheEntry& entry = *found->entries.begin()->second;
+    load_again(entry);
+    drop(entry);
   }
   return true;
 }

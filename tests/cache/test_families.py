@@ -168,6 +168,36 @@ def test_a_family_is_loaded_and_evicted_as_one() -> None:
     assert cache.needs_load("t", family="root")
 
 
+def test_a_root_is_loaded_again_for_a_family_that_its_tenants_eviction_dropped() -> None:
+    """Tenants that learned much beside little text go first: their families before the sessions, which are newer."""
+    cache = SuffixCache(max_bytes=None)
+    for tenant in ("old", "new"):
+        cache.start("r", [1], session="root", tenant=tenant)
+        for number in range(600):
+            cache.propose(["r"], 8, cost=0.0)
+            cache.extend("r", [number % 7])
+        cache.finish("r", output_limit=2)
+        cache.mark_loaded(tenant, "root")
+    cache.catch_up()
+    cache.resize(max_bytes=cache.stats().bytes - 1)
+    assert cache.stats().evictions == 1 and cache.needs_load("old", family="root")  # which is gone
+    assert cache.has_session("old", "root") and cache.needs_load("old", "root")
+    assert not cache.needs_load("new", "root")
+
+
+def test_a_root_is_loaded_again_for_a_family_that_was_emptied_while_a_request_ran(scope: Scope) -> None:
+    cache = SuffixCache()
+    cache.start("r", [1], session="root", tenant="t", scope=scope)
+    say(cache, "root", scope="session")
+    cache.mark_loaded("t", "root")
+    cache.mark_loaded("t", family="root")
+    cache.resize(max_tokens=cache.stats().tokens - 1)
+    assert cache.has_session("t", "root") and cache.needs_load("t", "root")
+    assert cache.needs_load("t", family="root")
+    cache.abort("r")
+    assert cache.needs_load("t", "root")
+
+
 def test_a_family_keeps_to_the_budget_of_a_session() -> None:
     """At ten times that budget; sessions that descend from one root are many."""
     cache = SuffixCache(per_session=Budget(tokens=500))

@@ -380,9 +380,7 @@ class CacheEntries:
             for held in entries:
                 if held.running == 0:
                     self._drop(held)
-                    kind, of_tenant, name = held.key
-                    if kind == "family" and ("session", of_tenant, name) in self.held:
-                        self.held["session", of_tenant, name].loaded = False  # it comes back with its root
+                    self._load_again(held)
                     return True
         if shared:
             idlest = min(shared, key=lambda tenant: tenant.used)
@@ -394,10 +392,19 @@ class CacheEntries:
                 oldest.turns.trim(oldest.tokens // 2)
             else:
                 oldest.corpus.drop_older_half()
+                if not oldest.corpus.documents:
+                    self._load_again(oldest)
         return bool(shared or entries)
 
     def _over(self, tenant: Tenant | None, most: int | None) -> bool:
         return most is not None and self.size(tenant) > most
+
+    def _load_again(self, entry: CacheEntry) -> None:
+        """Note that the store may hold more of an entry, of which nothing is left. A family comes with its root."""
+        entry.loaded = False
+        kind, of_tenant, name = entry.key
+        if kind == "family" and ("session", of_tenant, name) in self.held:
+            self.held["session", of_tenant, name].loaded = False
 
     def _drop(self, entry: CacheEntry) -> None:
         entry.gone = True
