@@ -35,7 +35,7 @@ class Corpus {
   std::size_t drop_before(std::uint64_t time, std::size_t most);
   // Sets the time at which all documents count as written.
   void set_written(std::uint64_t time);
-  bool holds_all_of(const Corpus& other) const;  // the records
+  bool holds_all_of(const Corpus& other) const;  // by their records: a response without one may be anything
   bool holds_other_than(const std::string& session) const;  // responses of other sessions
   // Takes over all that `from` holds, and leaves it empty. Returns the former index.
   SuffixIndex take_over(Corpus& from);

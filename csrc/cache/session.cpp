@@ -176,6 +176,7 @@ bool Session::append(const Turn& turn, std::span<const std::uint64_t> prompt_blo
 }
 
 bool Session::holds_all_of(const Session& other) const {
+  if (tokens() < other.tokens()) return false;
   return std::ranges::all_of(other.records_, [&](const auto& record) { return holds(record.first); });
 }
 

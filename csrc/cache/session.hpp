@@ -56,7 +56,8 @@ class Session final : public CacheEntry {
   // Appends what is new in a turn. Returns whether anything was. `prompt_blocks`: the hashes of its prompt, the context
   // included, at its block boundaries, where they are known.
   bool append(const Turn& turn, std::span<const std::uint64_t> prompt_blocks = {});
-  bool holds_all_of(const Session& other) const;  // the records
+  // Returns whether it holds the other's records, and as much text: the other may hold turns without a record.
+  bool holds_all_of(const Session& other) const;
   // Takes over all that `from` holds, and leaves it empty. Returns the former index.
   SuffixIndex take_over(Session& from);
   // Forgets all that was said.

@@ -110,6 +110,35 @@ def test_what_would_be_lost_is_restored_turn_by_turn() -> None:
     assert cache.has_session("t", "s")
 
 
+@pytest.mark.parametrize("group", [None, "g"])
+def test_a_turn_without_a_name_is_not_lost(group: str | None) -> None:
+    """The turns in the store name themselves, and one that ended here since does not."""
+    turns, contexts = conversation(1, 10)
+    turns = [replace(turn, group=group) for turn in turns]
+    cache = SuffixCache()
+    for turn in turns:
+        cache.restore(turn)
+    said = list(range(100, 130))
+    cache.start("r", contexts[-1], session="s", group=group, tenant="t")
+    cache.extend("r", said)
+    cache.finish("r")
+    assert not cache.adopt(cache.prepare(turns), turns[0])
+    cache.start("q", said[:10], session="s", tenant="t", scope="session")
+    cache.catch_up()
+    assert cache.propose(["q"], 4, cost=0.0)[0].token_ids.tolist() == said[10:14]
+
+
+def test_a_response_without_a_name_is_not_lost_to_a_longer_session() -> None:
+    turns, contexts = conversation(1, 10)
+    cache = SuffixCache()
+    said = list(range(100, 130))
+    cache.start("r", contexts[-1], session="s", tenant="t", scope="session")
+    cache.extend("r", said)
+    cache.finish("r", output_limit=20)
+    assert not cache.adopt(cache.prepare([replace(turn, group=None) for turn in turns]), turns[0])
+    assert cache.has_session("t", "s")
+
+
 def test_a_family_beyond_the_budget_of_a_session_is_restored_turn_by_turn() -> None:
     """A family holds the end of each prompt beside each response, so it can be larger than its session."""
     source = SuffixCache()
