@@ -109,8 +109,8 @@ def as_turn(turn: FinishedTurn, vocab_size: int) -> tuple[tuple[int, int, int], 
         ("parent", turn.parent, 2**64),
         ("block", turn.block, 2**64),
     ):
-        if not 0 <= value < limit:
-            raise InvalidInputError(f"{field}={value}: give a number from 0 to {limit - 1}")
+        if not (is_number(value) and 0 <= value < limit):
+            raise InvalidInputError(f"{field}={value!r}: give a number from 0 to {limit - 1}")
     if turn.kept == 0 != turn.parent:
         raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
     tail = as_prompt(turn.prompt_tail, "prompt_tail", vocab_size)
@@ -158,8 +158,11 @@ def as_int32(values: Rows, name: str, length: int) -> Int32Array:
         and values.flags.c_contiguous
     ):
         return cast(Int32Array, values)
-    array = np.asarray(values) if length else np.asarray(values, dtype=np.int32)
-    if array.shape != (length,) or array.dtype.kind not in "iu":
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError):  # rows of different lengths, or what numpy cannot read
+        raise InvalidInputError(f"{name}: give one integer a request ({length}), got {type(values).__name__}") from None
+    if array.shape != (length,) or (length and array.dtype.kind not in "iu"):
         raise InvalidInputError(f"{name}: give one integer a request ({length}), got {array.dtype} {array.shape}")
     if length and not (array.min() >= -MAX_VOCAB and array.max() < MAX_VOCAB):
         raise InvalidInputError(f"{name}: give integers of 32 bits")

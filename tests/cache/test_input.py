@@ -1,5 +1,6 @@
 """Bad input: a clear error that names what is wrong, and nothing changed."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,32 @@ def test_numbers_out_of_range() -> None:
     for options in ({"max_tokens": 0}, {"vocab_size": 0}, {"vocab_size": 2**31 + 1}):
         with pytest.raises(ConfigurationError, match=next(iter(options))):
             SuffixCache(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["kept", "parent", "block"])
+@pytest.mark.parametrize("wrong", ["1", 1.5, None, True, -1, 2**64])
+def test_a_turns_numbers(field: str, wrong: Any) -> None:
+    cache = SuffixCache()
+    turn = FinishedTurn(None, "s", 0, np.array([1], np.int32), np.array([2], np.int32))
+    for take in (cache.restore, cache.learn_from, lambda turn: cache.prepare([turn])):
+        with pytest.raises(InvalidInputError, match=f"^{field}="):
+            take(replace(turn, **{field: wrong}))
+    right: Any = {field: np.uint64(0)}  # as in what `context_hashes` returns
+    cache.restore(replace(turn, **right))
+    assert cache.stats().sessions == 1
+
+
+@pytest.mark.parametrize("requests", [0, 2])
+@pytest.mark.parametrize("wrong", [[[1], [1, 2]], [1, [2]], ["a", "b"], "ab", "", None, {}, [1.5, 2], [[1]], [1]])
+def test_numbers_of_each_request(requests: int, wrong: Any) -> None:
+    cache = SuffixCache()
+    ids = [f"r{number}" for number in range(requests)]
+    for request_id in ids:
+        cache.start(request_id, [1])
+    with pytest.raises(InvalidInputError, match=rf"^max_draft: give one integer a request \({requests}\)"):
+        cache.propose(ids, wrong)
+    for right in ([4] * requests, (4,) * requests, np.full(requests, 4)):
+        assert len(cache.propose(ids, right)) == requests  # type: ignore[arg-type]
 
 
 def test_numbers_larger_than_any_text() -> None:
