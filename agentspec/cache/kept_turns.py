@@ -22,6 +22,14 @@ _PUBLIC_BYTES = 20
 _SAVE_TRIES = 5
 
 
+def _length(text: TokenIds) -> int:
+    """Return the number of a text's tokens; 0 for what has no length, which `as_prompt` refuses."""
+    try:
+        return len(text)
+    except TypeError:
+        return 0
+
+
 class KeptTurns:
     """Hold what is kept of finished requests: restore, load and erase it, index and evict it, and save it.
 
@@ -92,12 +100,17 @@ class KeptTurns:
         out. The memory counts in the cache's budget. Nothing is ever added to the corpus or evicted from it, and
         snapshots leave it out; a second call replaces it. Any thread may call it while steps run. The texts are indexed
         in the calling thread, before any is drafted from. ArcticInference's rule does not draft from them. Raises
-        InvalidTokenError for an illegal token; then the corpus is as before.
+        InvalidTokenError for an illegal token, and InvalidInputError for a wrong `max_bytes` or what is no iterable;
+        then the corpus is as before.
         """
+        if not is_number(max_bytes) or max_bytes < 0:
+            raise InvalidInputError(f"max_bytes={max_bytes!r}: give a number of bytes, at least 0")
+        if not isinstance(texts, Iterable):
+            raise InvalidInputError(f"texts: give an iterable of texts, not {type(texts).__name__}")
         index, taken, tokens, size, left_out = native.PublicIndex(), 0, 0, 0, 0
         try:
             for text in texts:
-                if size + _PUBLIC_BYTES * len(text) > max_bytes:
+                if size + _PUBLIC_BYTES * _length(text) > max_bytes:
                     left_out += 1
                     continue
                 size = index.add(as_prompt(text, "text", self._vocab_size))

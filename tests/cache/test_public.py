@@ -1,12 +1,13 @@
 """The operator's public corpus: every tenant drafts from it, nobody adds to it, and its memory counts."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from agentspec.cache import DraftPolicy, Scope, SuffixCache
-from agentspec.errors import InvalidTokenError
+from agentspec.errors import InvalidInputError, InvalidTokenError
 
 PUBLIC = list(range(500, 560))
 SECRET = list(range(800, 860))
@@ -102,6 +103,26 @@ def test_a_bad_text_changes_nothing() -> None:
     with pytest.raises(InvalidTokenError, match="text"):
         cache.publish([SECRET, [-1]], max_bytes=1 << 20)
     assert cache.stats().bytes == before and draft(cache, PUBLIC[:20]) == ("public", 520)
+
+
+@pytest.mark.parametrize("wrong", [5, None, "ab", np.int32(3), np.array(3), iter([1]), [[1]], [1.5]])
+def test_a_text_of_another_kind_is_refused(wrong: Any) -> None:
+    cache = SuffixCache()
+    cache.publish([PUBLIC], max_bytes=1 << 20)
+    before = cache.stats().bytes
+    with pytest.raises(InvalidTokenError, match=r"^text"):
+        cache.publish([SECRET, wrong], max_bytes=1 << 20)
+    assert cache.stats().bytes == before and draft(cache, PUBLIC[:20]) == ("public", 520)
+
+
+@pytest.mark.parametrize("wrong", [None, "1", 1.5, -1, True, float("nan")])
+def test_a_limit_of_another_kind_is_refused(wrong: Any) -> None:
+    cache = SuffixCache()
+    with pytest.raises(InvalidInputError, match=r"^max_bytes="):
+        cache.publish([PUBLIC], max_bytes=wrong)
+    with pytest.raises(InvalidInputError, match=r"^texts: "):
+        cache.publish(5, max_bytes=1 << 20)  # type: ignore[arg-type]
+    assert cache.publish([PUBLIC], max_bytes=np.int64(1 << 20)).texts == 1  # type: ignore[arg-type]
 
 
 def test_a_snapshot_leaves_it_out(tmp_path: Path) -> None:
