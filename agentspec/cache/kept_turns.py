@@ -237,7 +237,7 @@ class KeptTurns:
             for _ in range(_SAVE_TRIES):
                 if self._core.save(str(path), identity, note):
                     return
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             raise SnapshotError(f"{path}: cannot save the snapshot: {error}") from error
         raise SnapshotError(f"{path}: cannot save the snapshot: sessions are being erased; try again later")
 

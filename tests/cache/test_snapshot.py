@@ -199,6 +199,23 @@ def test_a_snapshot_that_cannot_be_written(tmp_path: Path) -> None:
         SuffixCache().save(tmp_path / "nowhere" / "snapshot")
 
 
+@pytest.mark.parametrize("error", [MemoryError, OSError, RuntimeError])
+def test_a_lack_of_memory_is_named_as_any_other_fault(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Core:
+        def save(self, *_: object) -> bool:
+            raise error("short of it")
+
+        load = save
+
+    cache = SuffixCache()
+    monkeypatch.setattr(cache, "_core", Core())
+    for call in (cache.save, cache.load_snapshot):
+        with pytest.raises(SnapshotError, match=r"snapshot: cannot (save|load) the snapshot: short of it"):
+            call(tmp_path / "snapshot")
+
+
 def test_what_eviction_gave_back_is_not_saved(tmp_path: Path) -> None:
     cache = SuffixCache(max_tokens=150_000)
     rng = np.random.default_rng(1)
