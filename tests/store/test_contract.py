@@ -204,6 +204,23 @@ def test_unusable_bounds_are_refused_by_name(store: Store) -> None:
         store.read(NS, newest=-1)
 
 
+@pytest.mark.parametrize("digits", ["9" * 20, "9" * 5000])
+def test_a_cursor_beyond_the_stores_numbers_is_refused_by_name(store: Store, digits: str) -> None:
+    """SQLite counts up to 2**63 - 1, and Redis up to 2**64 - 1; Python reads at most 4300 digits."""
+    (held,) = store.append(NS, [NewEntry("s", b"1")])
+    beyond = digits + held[20:]
+    for call, name in (
+        (lambda: list(store.read(NS, after=beyond)), "after"),
+        (lambda: store.tombstones(NS, after=beyond), "after"),
+        (lambda: store.history(NS, beyond), "after"),
+        (lambda: store.wait({NS: beyond}, 0.0), "cursors"),
+        (lambda: store.append(NS, [NewEntry("s", b"2")], expect=beyond), "expect"),
+    ):
+        with pytest.raises(InvalidInputError, match=f"^{name}: not a cursor of this store"):
+            call()
+    assert payloads(store) == [b"1"]
+
+
 def test_a_closed_store_says_so(store: Store) -> None:
     store.append(NS, [NewEntry("s", b"x")])
     store.close()

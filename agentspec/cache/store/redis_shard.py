@@ -268,7 +268,8 @@ def cursor(number: Id) -> str:
 def id_of(name: str, cursor: str) -> Id:
     """Return the id of a cursor, which may name a shard behind it. Raises InvalidInputError, naming the argument."""
     milliseconds, _, count = cursor.partition(".")[0].partition("-")
-    if not (cursor.isascii() and milliseconds.isdigit() and count.isdigit()):
+    numbers = (milliseconds, count)
+    if not cursor.isascii() or any(not part.isdigit() or len(part) > 20 or int(part) >= 2**64 for part in numbers):
         raise bad_cursor(name, cursor)
     return int(milliseconds), int(count)
 

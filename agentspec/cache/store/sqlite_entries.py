@@ -9,6 +9,9 @@ from agentspec.cache.store.sqlite_file import OVERFLOW, PAGE_SIZE, padded, pragm
 Query = tuple[str, tuple[str | int | float, ...]]
 """An SQL query that selects sequences, and its values."""
 
+_LARGEST_SEQUENCE = 2**63 - 1
+"""SQLite's largest integer."""
+
 
 def insert(
     connection: sqlite3.Connection, namespace: str, entry: NewEntry, created: float, *, erased: bool = False
@@ -80,6 +83,6 @@ def sequence_of(name: str, cursor: str | None) -> int:
     """
     if not cursor:
         return 0
-    if not (cursor.isascii() and cursor.isdigit()):
+    if not (cursor.isascii() and cursor.isdigit()) or len(cursor) > 20 or int(cursor) > _LARGEST_SEQUENCE:
         raise bad_cursor(name, cursor)
     return int(cursor)
