@@ -230,8 +230,9 @@ class KeptTurns:
         identity: what the snapshot can be used with, such as a model and a policy; loading compares it. note: loading
         returns it.
         Another thread may call it while steps run: it holds them up for less than half a millisecond at a time. It
-        writes beside `path` and then renames, so the file is never incomplete, and only its owner can read it. Raises
-        SnapshotError if the file cannot be written, or because sessions are erased all the time.
+        writes beside `path` and then renames, so the file is never incomplete, and only its owner can read it. A
+        process that is killed meanwhile leaves a file `path`.tmpXXXXXX, which may be deleted. Raises SnapshotError if
+        the file cannot be written, or because sessions are erased all the time.
         """
         try:
             for _ in range(_SAVE_TRIES):
