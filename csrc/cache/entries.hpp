@@ -139,7 +139,8 @@ class CacheEntries {
   // Evicts, gives back memory, indexes and sweeps as far as the budget allows: what was used last comes first.
   // `has_thread`: text from other processes is left to the indexing thread, unless that is late.
   void work(WorkBudget& budget, bool has_thread = false);
-  void evict_tenants(WorkBudget& budget);  // those over the budget of a tenant
+  // Evicts of tenants that are over the budget of a tenant, until the budget's time is up.
+  void evict_tenants(WorkBudget& budget);
   void set_limits(const Limits& changed);
   // Drops a session. Returns its tenant and the groups that may hold responses of it.
   std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string& tenant_key);

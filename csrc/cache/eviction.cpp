@@ -54,8 +54,11 @@ void CacheEntries::set_limits(const Limits& changed) {
 void CacheEntries::evict_tenants(WorkBudget& budget) {
   for (auto next = over_.begin(); next != over_.end();) {
     const auto tenant = tenants_.find(*next);  // stays until the end of the round, even if it is dropped
-    if (tenant->held.over(limits.tenant)) budget.use(evict(tenant.get()));
+    std::size_t done = 0;
+    if (tenant->held.over(limits.tenant)) done = budget.timed([&] { return evict(tenant.get()); });
+    budget.use(done);
     if (!tenant->held.over(limits.tenant)) over_.erase(tenant->key);
+    if (done > 0 && budget.late()) return;  // of some nothing can be evicted: they keep no time from the others
     next = over_.upper_bound(tenant->key);
   }
 }

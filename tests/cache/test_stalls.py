@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from agentspec.cache import FinishedTurn, SuffixCache
+from agentspec.cache import Budget, FinishedTurn, SuffixCache
 from agentspec.cache.types import Int32Array
 from tests.timing import assert_fast, beside, cpu
 
@@ -106,6 +106,23 @@ def test_a_large_session_is_evicted() -> None:
         return {"resize": resize, "step": step}
 
     assert_fast(measure, resize=3 * STALL, step=STALL)
+
+
+def test_eviction_of_many_tenants_keeps_to_its_time() -> None:
+    """Their budget is cut, and all of them exceed it. To evict what they hold takes some 20 ms."""
+    cache = SuffixCache(max_bytes=None)
+    for tenant in range(200):
+        for session in range(40):
+            cache.start("r", [session, 2, 3], session=f"s{session}", tenant=f"t{tenant}", scope="session")
+            cache.extend("r", [tenant, session, 9, 8, 7])
+            cache.finish("r")
+    cache.catch_up()
+    held = cache.stats().tokens
+    cache.resize(max_bytes=None, per_tenant=Budget(tokens=1))
+    assert cache.catch_up(seconds=0.0001) > 0
+    assert held / 2 < cache.stats().tokens < held
+    cache.catch_up()
+    assert cache.stats().tokens == 0
 
 
 def test_a_session_that_goes_on_for_ever_is_cut() -> None:
