@@ -63,6 +63,11 @@ DEFAULT_WORK_SECONDS = 0.0005
 """CPU time that a step may spend beside its drafting."""
 
 
+def _is_name(name: object) -> bool:
+    """Return whether this names a turn in a store: a writer and a number."""
+    return isinstance(name, tuple) and len(name) == 2 and isinstance(name[0], str) and is_number(name[1])
+
+
 class CacheOptions(TypedDict, total=False):
     """List the options of SuffixCache, which explains them."""
 
@@ -324,6 +329,8 @@ class SuffixCache(KeptTurns):
         running = self._running.get(request_id)
         if output_limit is not None and not (is_number(output_limit) and output_limit >= 0):
             raise InvalidInputError(f"output_limit={output_limit!r}: give a number of tokens, at least 0")
+        if name is not None and not _is_name(name):
+            raise InvalidInputError(f"name={name!r}: give a writer and a number, or None")
         limit = None if output_limit is None else min(output_limit, LARGEST_NUMBER)
         names = running.names
         writer, number = name or ("", 0)

@@ -177,6 +177,17 @@ def test_numbers_of_each_request(requests: int, wrong: Any) -> None:
         assert len(cache.propose(ids, right)) == requests  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", ["ab", "w", ("w",), ("w", 1, 2), ("w", "1"), ("w", 1.5), ("w", True), (1, 2), 7])
+def test_a_turns_name(wrong: Any) -> None:
+    cache = SuffixCache()
+    cache.start("r", [1, 2], session="s")
+    cache.extend("r", [3])
+    with pytest.raises(InvalidInputError, match=r"^name=.*: give a writer and a number, or None$"):
+        cache.finish("r", name=wrong)
+    turn = cache.finish("r", name=("w", 1))
+    assert turn is not None and (turn.writer, turn.number) == ("w", 1)
+
+
 def test_numbers_larger_than_any_text() -> None:
     cache = SuffixCache()
     for budget, seconds in ((2**70, None), (None, 1e300), (-(2**70), -1e300), (2**70, float("inf"))):
