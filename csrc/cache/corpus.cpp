@@ -42,7 +42,8 @@ bool Corpus::holds_all_of(const Corpus& other) const {
 bool Corpus::holds_other_than(const std::string& session) const {
   const std::uint64_t own = hash_of(session);
   const auto is_other = [&](const Document& document) { return document.session != own; };
-  return std::any_of(documents_.begin(), documents_.end(), is_other);
+  return std::any_of(documents_.begin(), documents_.end(), is_other) ||
+         std::any_of(dropped_.begin(), dropped_.end(), is_other);
 }
 
 SuffixIndex Corpus::take_over(Corpus& from) {

@@ -36,7 +36,8 @@ class Corpus {
   // Sets the time at which all documents count as written.
   void set_written(std::uint64_t time);
   bool holds_all_of(const Corpus& other) const;  // by their records: a response without one may be anything
-  bool holds_other_than(const std::string& session) const;  // responses of other sessions
+  // Returns whether it holds responses of other sessions, those included that wait to be removed.
+  bool holds_other_than(const std::string& session) const;
   // Takes over all that `from` holds, and leaves it empty. Returns the former index.
   SuffixIndex take_over(Corpus& from);
   void drop_oldest();

@@ -232,6 +232,23 @@ def test_an_erased_child_leaves_its_family_though_its_own_text_was_evicted() -> 
     assert finds(cache, "root") == ""
 
 
+def test_an_erased_child_leaves_its_family_though_it_was_evicted_before_a_snapshot(tmp_path: Path) -> None:
+    """What was evicted stays in memory, and in snapshots, until it is removed little by little."""
+    cache, path, other = SuffixCache(), tmp_path / "snapshot", REPORT + 2000
+    say(cache, "child", "root")
+    say(cache, "root", text=other)
+    cache.catch_up()
+    cache.resize(per_session=Budget(tokens=300))
+    say(cache, "root", text=other + 100)
+    cache.save(path)
+    assert cache.stats().leaving > 0 and REPORT[50:].tobytes() in path.read_bytes()
+    loaded = SuffixCache.load(path)
+    loaded.remove_session("t", "child")
+    loaded.save(path)
+    assert REPORT[50:].tobytes() not in path.read_bytes() and other[50:].tobytes() in path.read_bytes()
+    assert finds(loaded, "root", text=other) == "session"
+
+
 def test_a_snapshot_knows_families(tmp_path: Path) -> None:
     cache = SuffixCache()
     say(cache, "child", "root")

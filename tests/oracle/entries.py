@@ -350,7 +350,8 @@ class CacheEntries:
             entry.loaded = False
             if isinstance(entry, Group) and entry.key[0] == "family":
                 root = ("session", *entry.key[1:])
-                entry.of_several = any(document.session != root for document in entry.corpus.documents)
+                held = (*entry.corpus.documents, *entry.corpus.dropped)
+                entry.of_several = any(document.session != root for document in held)
 
     def size(self, tenant: Tenant | None) -> int:
         """Return the tokens held for one tenant, or (None) altogether, as budgets count them."""
