@@ -33,7 +33,7 @@ class AgentsSession:
     clear: Callable[[], Awaitable[None]]
     _add: Callable[[list[dict[str, Any]]], None]
     _confirm: Callable[[], Awaitable[None]]
-    _wait: Callable[..., Awaitable[Any]]
+    _wait_to_end: Callable[..., Awaitable[Any]]
 
     @property
     def session_id(self) -> str:
@@ -62,7 +62,9 @@ class AgentsSession:
         SessionConflictError if another client wrote to the session; the item is still there then.
         """
         await self.load()
-        changed = await self._wait(self._conversation.change_last, lambda message: messages_of(items_of(message)[:-1]))
+        changed = await self._wait_to_end(
+            self._conversation.change_last, lambda message: messages_of(items_of(message)[:-1])
+        )
         return None if changed is None else items_of(changed)[-1]
 
     async def clear_session(self) -> None:

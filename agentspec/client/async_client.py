@@ -268,7 +268,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
     async def reload(self) -> None:
         """Read the stored messages again, as Session.reload() does."""
         self._client._refuse_if_unusable()
-        await self._wait(self._conversation.reload)
+        await self._wait_to_end(self._conversation.reload)
 
     async def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
         """Erase all messages, as Session.clear() does."""
@@ -276,8 +276,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         with self._conversation.reserved():
             with remedies_noted(self._client.openai):
                 await self._client._erase(self._conversation, cache_salts)
-            await self._wait(self._conversation.forget)
-            await self._wait(self._client._forecaster.forget, self.id)
+            await self._wait_to_end(self._forget)
 
     async def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
         """Let the server draft from texts, or from this session's history, as Session.prime() does."""
@@ -316,6 +315,14 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
     async def _wait(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Call a function that blocks in one of the client's own threads."""
         return await self._client._threads.run(function, *arguments, **options)
+
+    async def _wait_to_end(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that blocks and changes the session. A task that is cancelled first waits for its end."""
+        return await self._client._threads.run_to_end(function, *arguments)
+
+    def _forget(self) -> None:
+        self._conversation.forget()
+        self._client._forecaster.forget(self.id)
 
     async def _check(self) -> None:
         await self._wait(self._conversation.check)
@@ -363,8 +370,27 @@ class _StoreThreads:
 
     async def run(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Call the function, and return its result."""
-        call = functools.partial(contextvars.copy_context().run, function, *arguments, **options)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        return await self._begin(functools.partial(function, *arguments, **options))
+
+    async def run_to_end(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call the function, and return its result. Raises CancelledError only once the function has ended.
+
+        A thread cannot be cancelled: it would change things behind the back of a caller that goes on.
+        """
+        call = self._begin(functools.partial(function, *arguments))
+        cancelled: asyncio.CancelledError | None = None
+        while not call.done():
+            try:
+                await asyncio.wait([call])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            call.exception()  # or asyncio logs that nobody asked for it
+            raise cancelled
+        return call.result()
+
+    def _begin(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, contextvars.copy_context().run, call)
 
     def close(self) -> None:
         """End the threads once their calls have ended. Later calls run in asyncio's threads."""

@@ -55,6 +55,44 @@ async def test_a_call_that_is_cancelled_while_the_store_writes_leaves_its_sessio
         assert len(session.messages) == 4 and session.gaps == []
 
 
+@pytest.mark.parametrize(
+    ("change", "waits_in"), [("clear", "erase_session"), ("reload", "read"), ("pop_item", "append")]
+)
+async def test_a_cancelled_change_ends_before_its_task_does(
+    server: FakeServer, change: str, waits_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread makes the change, and cannot be cancelled. It must not erase what is said afterwards."""
+    store = FailingStore()
+    waiting, go_on = threading.Event(), threading.Event()
+    method = getattr(store, waits_in)
+
+    def slow(*args: Any, **options: Any) -> Any:
+        waiting.set()
+        go_on.wait(10)
+        return method(*args, **options)
+
+    async with AsyncAgentClient(base_url=server.url, model="small", store=store) as client:
+        session = client.session("s")
+        await session.chat("one")
+        monkeypatch.setattr(store, waits_in, slow)
+        task = asyncio.create_task(getattr(session, change)())
+        await asyncio.to_thread(waiting.wait, 10)
+        for _ in range(10):  # a second cancellation changes nothing
+            task.cancel()
+            await asyncio.sleep(0)
+        assert not task.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await session.chat("two")
+        messages = session.messages
+    assert [message["content"] for message in messages] == [
+        *{"clear": [], "reload": ["one", "answer 1"], "pop_item": ["one"]}[change],
+        *("two", "answer 2"),
+    ]
+    assert [said.message for said in read_session(store, "s").history] == messages
+
+
 def test_a_call_that_ctrl_c_ends_while_the_store_writes_leaves_its_session_as_it_was(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
