@@ -84,13 +84,13 @@ def items_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if role == "function":
         raise _no_item("a message of the role 'function'")
     if role == "tool":
-        return [{"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]}]
+        output = _item_content(message["content"])
+        return [{"type": "function_call_output", "call_id": message["tool_call_id"], "output": output}]
     calls = [_item_call(call) for call in message.get("tool_calls") or ()]
     content = message.get("content") or message.get("refusal") or ""
     if calls and not content:
         return calls
-    if not isinstance(content, str):
-        content = [_item_part(part) for part in content]
+    content = _item_content(content)
     if not calls:
         return [{"role": role, "content": content}]
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
@@ -112,8 +112,7 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
                 {"id": item["call_id"], "type": "function", "function": function}
             )
         elif kind == "function_call_output":
-            output = item["output"]
-            messages.append(tool_message(item["call_id"], output if isinstance(output, str) else str(_content(output))))
+            messages.append(tool_message(item["call_id"], _content(item["output"])))
         elif kind not in _DROPPED:
             raise InvalidInputError(
                 f"items: {kind!r} has no form in chat completions; messages and function calls can be kept"
@@ -145,6 +144,11 @@ def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
         f"items: content {kind!r} has no form in chat completions; text, image URLs, audio, and files by content or id"
         " can be kept"
     )
+
+
+def _item_content(content: Any) -> Any:
+    """Return a message's content as an item's."""
+    return content if isinstance(content, str) else [_item_part(part) for part in content]
 
 
 def _item_part(part: Mapping[str, Any]) -> dict[str, Any]:

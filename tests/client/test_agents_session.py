@@ -56,6 +56,22 @@ async def test_items_come_back_as_they_were(server: FakeServer, tmp_path: Path) 
         assert await client.session("s").get_items() == ITEMS
 
 
+async def test_a_tools_image_comes_back_as_it_was(server: FakeServer) -> None:
+    """A Runner that goes on would otherwise send the model the image as the text of a Python list."""
+    parts = [
+        {"type": "input_text", "text": "the plot"},
+        {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"},
+    ]
+    output = {"type": "function_call_output", "call_id": "c1", "output": parts}
+    async with connect(server) as client:
+        session = client.session("s")
+        await session.add_items([ITEMS[0], CALL, output])
+        assert await session.get_items() == [ITEMS[0], CALL, output]
+        image = {"url": "data:image/png;base64,AAAA", "detail": "auto"}
+        content = [{"type": "text", "text": "the plot"}, {"type": "image_url", "image_url": image}]
+        assert session.messages[-1] == {"role": "tool", "tool_call_id": "c1", "content": content}
+
+
 async def test_a_closed_client_takes_no_items(server: FakeServer) -> None:
     async with connect(server, store=MemoryStore()) as client:
         session = client.session("s")
