@@ -19,6 +19,7 @@ from agentspec.errors import AgentSpecError, InvalidInputError
 
 _SHORTEST_TIMEOUT_S = 0.001  # the HTTP client refuses 0
 _LONGEST_PAUSE_S = 8.0  # of the OpenAI client before a retry, where the server asks for none
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 _PHASES = ("connect", "read", "write", "pool")
 
 Stopped: TypeAlias = Literal["done", "attempts", "requests", "tokens", "seconds", "error"]
@@ -201,7 +202,8 @@ class Account:
         Raises BudgetSpentError.
         """
         limited = self._options | dict(options)
-        name = "max_tokens" if "max_tokens" in limited else "max_completion_tokens"
+        names = [name for name in _TOKEN_LIMITS if limited.get(name)]  # of two, servers obey either
+        names = names or ["max_tokens" if "max_tokens" in limited else "max_completion_tokens"]
         choices = limited.get("n") or 1
         seconds = self.seconds_left
         reserved = 0
@@ -214,8 +216,8 @@ class Account:
                 left = (self._budget.tokens - self._tokens - self._reserved) // (among * choices)
                 if left < 1:
                     raise BudgetSpentError("tokens")
-                limited[name] = min(left, limited.get(name) or left)
-                reserved = limited[name] * choices
+                limited |= {name: min(left, limited.get(name) or left) for name in names}
+                reserved = max(limited[name] for name in names) * choices
             self._reserved += reserved
             self._requests += 1
             number = self._requests

@@ -107,6 +107,13 @@ class TestBudget:
         run("refine", "count", short, budget=Budget(tokens=50), attempts=1, max_tokens=4)
         assert server.chats[0].body["max_tokens"] == 4 and "max_completion_tokens" not in server.chats[0].body
 
+    def test_of_tokens_limits_both_options_of_a_call_that_has_two(self, run: Any, server: FakeServer) -> None:
+        """A stage may name one and the pipeline the other. vLLM obeys max_completion_tokens then."""
+        stages = [Stage("plan", "Plan:", options={"max_tokens": 6})]
+        run("pipeline", "a game", stages, budget=Budget(tokens=8), max_completion_tokens=500)
+        body = server.chats[0].body
+        assert (body["max_tokens"], body["max_completion_tokens"]) == (6, 8)
+
     def test_of_tokens_is_shared_by_calls_at_once(self, run: Any, server: FakeServer) -> None:
         server.hold = threading.Event()
         threading.Thread(target=release, args=(server, 3)).start()
