@@ -19,6 +19,9 @@ from agentspec.errors import ConfigurationError
 
 T = TypeVar("T")
 
+_BROKEN = frozenset({"ReadError", "RemoteProtocolError"})
+"""Names of the HTTP client's errors once it is connected. The OpenAI client uses httpx or httpx2."""
+
 
 class ConnectionOptions(TypedDict, total=False):
     """List the OpenAI client's options. Both clients pass on these, and any others, unchanged."""
@@ -77,7 +80,7 @@ def connect(make: Callable[..., T], base_url: str | None, api_key: str | None, o
 
 @contextmanager
 def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[None]:
-    """Add a note to an error of the OpenAI client where address or key are wrong: its own text names neither.
+    """Add a note to an error of the OpenAI client where address, key or connection fail: its own text names neither.
 
     connection: the OpenAI client that makes the block's calls.
     """
@@ -88,6 +91,12 @@ def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[N
         error.add_note(f"agentspec: {address} did not answer in time")
         raise
     except openai.APIConnectionError as error:
+        if type(error.__cause__).__name__ in _BROKEN:
+            error.add_note(
+                f"agentspec: the connection to {address} broke before the answer was complete: try the call again, and"
+                " see the server's log if it breaks again"
+            )
+            raise
         error.add_note(f"agentspec: {address} cannot be reached: wait until its server is up, or give another base_url")
         raise
     except openai.AuthenticationError as error:

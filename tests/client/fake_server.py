@@ -45,6 +45,7 @@ class FakeServer:
     finish_reason: str | None = None
     erasing: list[int] = field(default_factory=list)  # statuses of the next erasures; 202: something is left
     broken_stream: bool = False
+    cut: bool = False  # chat answers are shorter than their headers say, as if the server had died
     hold: threading.Event | None = None  # chat calls wait for it
     received: list[Received] = field(default_factory=list)
     taking: threading.Lock = field(default_factory=threading.Lock)  # while a handler's thread notes or takes something
@@ -241,7 +242,9 @@ class Handler(BaseHTTPRequestHandler):
         payload = (body if is_text else json.dumps(body)).encode()
         self.send_response(status)
         self.send_header("Content-Type", "text/html" if is_text else "application/json")
-        self.send_header("Content-Length", str(len(payload)))
+        cut = self.state.cut and self.command == "POST"
+        self.send_header("Content-Length", str(len(payload) + cut))
+        self.close_connection = self.close_connection or cut
         self.send_header(*self.state.retry_after)
         self.end_headers()
         with suppress(BrokenPipeError, ConnectionResetError):  # a client that no longer waits
@@ -251,9 +254,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
+        if self.state.cut:
+            self.send_header("Content-Length", "1000000")
         self.end_headers()
-        for chunk in chunks[: len(chunks) // 2] if self.state.broken_stream else chunks:
+        broken = self.state.broken_stream or self.state.cut
+        for chunk in chunks[: len(chunks) // 2] if broken else chunks:
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        if not self.state.broken_stream:
+        if not broken:
             self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True

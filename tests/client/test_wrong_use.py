@@ -264,6 +264,15 @@ async def test_a_server_that_is_not_there_is_named_without_the_password() -> Non
     assert await notes_of_calls(f"http://me:secret@{address}") == 4 * [[note]]
 
 
+async def test_a_server_that_dies_while_it_answers_is_no_matter_of_the_address(server: FakeServer) -> None:
+    server.cut = True
+    note = (
+        f"agentspec: the connection to {server.url} broke before the answer was complete: try the call again, and see"
+        " the server's log if it breaks again"
+    )
+    assert await notes_of_calls(server.url) == 4 * [[note]]
+
+
 async def test_an_address_without_its_path_is_completed(server: FakeServer) -> None:
     server.failures[:] = 4 * [404]
     root = server.url.removesuffix("/v1")
