@@ -233,7 +233,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
 
     async def load(self) -> None:
         """Read the stored messages now instead of at the first use."""
-        self._client._refuse_if_forked()
+        self._refuse_if_unreadable()
         self._client._refuse_in_another_loop()
         if not self._conversation.loaded:
             await self._wait(self._conversation.load, self._on_unavailable)

@@ -216,6 +216,13 @@ class SessionBase:
         self._client._refuse_if_unusable()
         self._conversation.add(messages)
 
+    def _refuse_if_unreadable(self) -> None:
+        """Raise AgentSpecError in a forked process, and if the session is to be read after its client was closed."""
+        if self._conversation.loaded:
+            self._client._refuse_if_forked()
+        else:
+            self._client._refuse_if_unusable()
+
     def _priming(self, texts: Sequence[str | Path] | None, cache_salt: str | None) -> Iterator[Priming]:
         if texts is None:
             return prime_history(self._conversation.messages(), cache_salt)

@@ -245,7 +245,7 @@ class Session(SessionBase, Loops):
 
     def load(self) -> None:
         """Read the stored messages now instead of at the first use."""
-        self._client._refuse_if_forked()
+        self._refuse_if_unreadable()
         self._conversation.load(self._on_unavailable)
 
     def chat(

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import openai
@@ -93,6 +94,19 @@ def test_a_closed_client_takes_nothing_that_it_would_lose(server: FakeServer) ->
         with pytest.raises(AgentSpecError, match="the client is closed: make another"):
             use()
     assert [message["content"] for message in session.messages] == ["one", "answer 1"]
+
+
+@pytest.mark.parametrize("on_unavailable", ["raise", "empty"])
+def test_a_closed_client_reads_no_session(server: FakeServer, on_unavailable: Any) -> None:
+    """Its error must not send anybody to an empty history: the store is there, and the client alone is closed."""
+    client = AgentClient(base_url=server.url, model="small", store="memory://")
+    known, unread = (client.session(name, on_unavailable=on_unavailable) for name in ("known", "unread"))
+    known.chat("one")
+    client.close()
+    assert len(known.messages) == 2
+    for read in (lambda: unread.messages, lambda: unread.gaps, unread.load, unread.fork, unread.forecast, unread.prime):
+        with pytest.raises(AgentSpecError, match="the client is closed: make another one"):
+            read()
 
 
 def test_connections_are_closed_though_writing_is_interrupted(
