@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,35 +18,41 @@ from .fake_server import FakeServer
 from .stores import FailingStore
 
 
+class Held:
+    """A store's method whose calls wait until they may end."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self._method = method
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.begun.set()
+        self.may_end.wait(10)
+        return self._method(*args, **options)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_call_that_is_cancelled_while_the_store_writes_leaves_its_session_as_it_was(
     server: FakeServer, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentspec.client.outbox.WAIT_S", 5.0)
     store = FailingStore()
-    writing, go_on = threading.Event(), threading.Event()
-    append = store.append
-
-    def slow_append(*args: Any, **options: Any) -> Any:
-        writing.set()
-        go_on.wait(10)
-        return append(*args, **options)
-
+    append = Held(store.append)
     async with AsyncAgentClient(base_url=server.url, model="small", store=store) as client:
         session = client.session("s")
         await session.chat("one")
-        monkeypatch.setattr(store, "append", slow_append)
+        monkeypatch.setattr(store, "append", append)
 
         async def call() -> None:
             await (session.stream("two").until_done() if streamed else session.chat("two"))
 
         task = asyncio.create_task(call())
-        await asyncio.to_thread(writing.wait, 10)
+        await asyncio.to_thread(append.begun.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert [message["content"] for message in session.messages] == ["one", "answer 1"]
-        go_on.set()
+        append.may_end.set()
         await session.chat("two")
     found = read_session(store, "s")
     assert [said.message["content"] for said in found.history] == ["one", "answer 1", "two", "answer 3"]
@@ -63,25 +70,18 @@ async def test_a_cancelled_change_ends_before_its_task_does(
 ) -> None:
     """A thread makes the change, and cannot be cancelled. It must not erase what is said afterwards."""
     store = FailingStore()
-    waiting, go_on = threading.Event(), threading.Event()
-    method = getattr(store, waits_in)
-
-    def slow(*args: Any, **options: Any) -> Any:
-        waiting.set()
-        go_on.wait(10)
-        return method(*args, **options)
-
+    held = Held(getattr(store, waits_in))
     async with AsyncAgentClient(base_url=server.url, model="small", store=store) as client:
         session = client.session("s")
         await session.chat("one")
-        monkeypatch.setattr(store, waits_in, slow)
+        monkeypatch.setattr(store, waits_in, held)
         task = asyncio.create_task(getattr(session, change)())
-        await asyncio.to_thread(waiting.wait, 10)
+        await asyncio.to_thread(held.begun.wait, 10)
         for _ in range(10):  # a second cancellation changes nothing
             task.cancel()
             await asyncio.sleep(0)
         assert not task.done()
-        go_on.set()
+        held.may_end.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         await session.chat("two")
