@@ -201,7 +201,7 @@ class Account:
 
         Raises BudgetSpentError.
         """
-        limited = self._options | dict(options)
+        limited = _taken_out(self._options | dict(options))
         names = [name for name in _TOKEN_LIMITS if limited.get(name)]  # of two, servers obey either
         names = names or ["max_tokens" if "max_tokens" in limited else "max_completion_tokens"]
         choices = limited.get("n") or 1
@@ -265,6 +265,15 @@ class Account:
     def _spent(self) -> Spent:
         with self._lock:
             return Spent(self._requests, self._prompt_tokens, self._tokens, time.monotonic() - self._begin)
+
+
+def _taken_out(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's options with those that a budget of tokens limits taken out of ``extra_body``, where they win."""
+    extra = options.get("extra_body")
+    if not isinstance(extra, Mapping):
+        return options
+    rest = {name: value for name, value in extra.items() if name not in (*_TOKEN_LIMITS, "n")}
+    return options | {name: extra[name] for name in extra.keys() - rest.keys()} | {"extra_body": rest}
 
 
 def call_limits(options: Mapping[str, Any], connection: Any, seconds: float) -> dict[str, Any]:

@@ -114,6 +114,12 @@ class TestBudget:
         body = server.chats[0].body
         assert (body["max_tokens"], body["max_completion_tokens"]) == (6, 8)
 
+    def test_of_tokens_limits_what_extra_body_asks_for(self, run: Any, server: FakeServer) -> None:
+        extra = {"n": 2, "max_completion_tokens": 500, "top_k": 5}
+        run("refine", "count", short, budget=Budget(tokens=50), attempts=1, max_tokens=8, extra_body=extra)
+        body = server.chats[0].body
+        assert (body["n"], body["max_completion_tokens"], body["max_tokens"], body["top_k"]) == (2, 25, 8, 5)
+
     def test_of_tokens_is_shared_by_calls_at_once(self, run: Any, server: FakeServer) -> None:
         server.hold = threading.Event()
         threading.Thread(target=release, args=(server, 3)).start()
