@@ -80,7 +80,7 @@ def connect(make: Callable[..., T], base_url: str | None, api_key: str | None, o
 
 @contextmanager
 def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[None]:
-    """Add a note to an error of the OpenAI client where address, key or connection fail: its own text names neither.
+    """Add a note to an error of the OpenAI client: which address, key or connection failed, and what to do.
 
     connection: the OpenAI client that makes the block's calls.
     """
