@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -341,13 +342,17 @@ def test_a_server_that_starts_leaves_what_another_one_is_saving(tmp_path: Path) 
     """In another container the other one may have any number, also this one's."""
     path, cache = tmp_path / "snapshot", make()
     converse([cache], 1, tokens=200_000)
-    thread, seen = threading.Thread(target=cache.save, args=(path,)), False
-    thread.start()
-    while thread.is_alive() and not (seen := any(tmp_path.glob("snapshot.tmp*"))):
-        time.sleep(0.0005)
-    SnapshotKeeper(path, make(), "model").close()
-    thread.join()
-    assert seen and path.exists()
+    keeper, seen = SnapshotKeeper(path, make(), "model"), False
+    with ThreadPoolExecutor(1) as pool:
+        while not seen:  # a save may end before this thread looks
+            path.unlink(missing_ok=True)
+            saved = pool.submit(cache.save, path)
+            while not (saved.done() or seen):
+                seen = any(tmp_path.glob("snapshot.tmp*"))
+            keeper._delete_unfinished()
+            saved.result()  # raises an error if its file was deleted
+    assert path.exists()
+    keeper.close()
 
 
 @pytest.mark.parametrize("locks", [True, False])
