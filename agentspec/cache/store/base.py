@@ -24,6 +24,7 @@ History = Literal["whole", "trimmed", "lost"]
 "lost": the store was emptied or replaced."""
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_CURSOR_DIGITS = 20
 
 
 class NewEntry(NamedTuple):
@@ -294,6 +295,12 @@ def conflict(session: str) -> SessionConflictError:
     return SessionConflictError(
         f"session {session!r}: somebody else has changed it since it was read; read it again, or fork it"
     )
+
+
+def cursor_number(text: str, limit: int) -> int | None:
+    """Return the number that a cursor, or a part of one, is; None if it is no number below ``limit``."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= _CURSOR_DIGITS  # int() refuses thousands of digits
+    return int(text) if is_number and int(text) < limit else None
 
 
 def bad_cursor(name: str, cursor: str) -> InvalidInputError:

@@ -160,8 +160,7 @@ class RedisClient:
 
         script: that runs, so that an error can name the command in it that the user may not run.
         """
-        if self._closed:
-            raise StoreError(f"{self.shown}: the store is closed")
+        self._refuse_if_closed()
         try:
             yield
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
@@ -190,8 +189,12 @@ class RedisClient:
                     self._redis = self._connect()
         if self._closed:  # while it connected, so that `close` saw no connection
             self._redis.close()
-            raise StoreError(f"{self.shown}: the store is closed")
+            self._refuse_if_closed()
         return self._redis
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise StoreError(f"{self.shown}: the store is closed")
 
     def _connect(self) -> Any:
         at = self._address

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from agentspec.cache.store import redis_scripts
-from agentspec.cache.store.base import Entry, History, NewEntry, SessionUsage, bad_cursor
+from agentspec.cache.store.base import Entry, History, NewEntry, SessionUsage, bad_cursor, cursor_number
 from agentspec.cache.store.redis_client import RedisClient
 
 ENTRY_BYTES = 90
@@ -267,11 +267,12 @@ def cursor(number: Id) -> str:
 
 def id_of(name: str, cursor: str) -> Id:
     """Return the id of a cursor, which may name a shard behind it. Raises InvalidInputError, naming the argument."""
-    milliseconds, _, count = cursor.partition(".")[0].partition("-")
-    numbers = (milliseconds, count)
-    if not cursor.isascii() or any(not part.isdigit() or len(part) > 20 or int(part) >= 2**64 for part in numbers):
+    number, _, shard = cursor.partition(".")
+    first, _, second = number.partition("-")
+    milliseconds, count = (cursor_number(part, 2**64) for part in (first, second))
+    if milliseconds is None or count is None or not shard.isascii():
         raise bad_cursor(name, cursor)
-    return int(milliseconds), int(count)
+    return milliseconds, count
 
 
 def _state(answer: Sequence[bytes | int]) -> ShardState:

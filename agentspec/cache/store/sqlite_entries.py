@@ -3,14 +3,14 @@
 import sqlite3
 import time
 
-from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, NewEntry, Retention, bad_cursor
+from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, NewEntry, Retention, bad_cursor, cursor_number
 from agentspec.cache.store.sqlite_file import OVERFLOW, PAGE_SIZE, padded, pragma
 
 Query = tuple[str, tuple[str | int | float, ...]]
 """An SQL query that selects sequences, and its values."""
 
-_LARGEST_SEQUENCE = 2**63 - 1
-"""SQLite's largest integer."""
+_SEQUENCES = 2**63
+"""One more than SQLite's largest integer."""
 
 
 def insert(
@@ -83,6 +83,7 @@ def sequence_of(name: str, cursor: str | None) -> int:
     """
     if not cursor:
         return 0
-    if not (cursor.isascii() and cursor.isdigit()) or len(cursor) > 20 or int(cursor) > _LARGEST_SEQUENCE:
+    sequence = cursor_number(cursor, _SEQUENCES)
+    if sequence is None:
         raise bad_cursor(name, cursor)
-    return int(cursor)
+    return sequence
