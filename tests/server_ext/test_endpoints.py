@@ -273,23 +273,27 @@ async def test_engines_hear_of_a_response_whose_caller_has_left(monkeypatch: pyt
     assert told == [(engine, "lengths", {"left": 7}) for engine in (0, 1)]
 
 
-async def test_engines_are_woken_once_for_responses_whose_callers_left_before_their_first_token(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("dropped", "wakes"), [(1, 1), (2, 2), (9, 2)])
+async def test_engines_are_woken_after_the_last_response_whose_caller_left_before_its_first_token(
+    dropped: int, wakes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM has dropped them when their tokens arrive, so nobody knows whether a stop text was to end them."""
+    """vLLM has dropped them when their tokens arrive, so nobody knows whether a stop text was to end them.
+
+    When the first call is due, engines may still wait for the length of a later one. A second call serves all of those.
+    """
     monkeypatch.setattr(frontend, "_WAKE_SECONDS", 0.05)
     client: Any = ToldEngines()
     runs = SimpleNamespace(detokenizer=SimpleNamespace(stop=[]))
     processor = SimpleNamespace(request_states={"runs": runs}, agentspec=frontend.ResponseLengths(client))
-    for names in (["runs"], ["left", "runs"], ["left"], ["also left"]):
+    for names in (["runs"], *(["runs", f"left {number}"] for number in range(dropped))):
         outputs = [SimpleNamespace(request_id=name) for name in names]
         assert frontend.process_outputs(lambda _, given: given, processor, outputs) is outputs
     assert not client.told
     async with asyncio.timeout(60):
-        while len(client.told) < 2:
+        while len(client.told) < 2 * wakes:
             await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
-    assert client.told == [(engine, "lengths", {}) for engine in (0, 1)]
+    await asyncio.sleep(0.15)
+    assert client.told == [(engine, "lengths", {}) for engine in (0, 1)] * wakes
 
 
 def test_nothing_is_logged_of_a_question_that_is_given_up() -> None:

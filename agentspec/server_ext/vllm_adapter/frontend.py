@@ -262,7 +262,7 @@ class ResponseLengths:
         self._telling = set[asyncio.Task[Any]]()
         self._open: dict[str, Any] = {}  # detokenizers of responses that go on, by the engine's request ids
         self._looking = False
-        self._waking = False
+        self._waking = self._wakes_again = False
 
     def watch(self, responses: Mapping[str, Any]) -> None:
         """Watch responses that have got tokens, and tell the lengths of those that have ended.
@@ -291,13 +291,17 @@ class ResponseLengths:
         Their callers had gone before anything of them arrived here. Engines stop waiting for a length after a second,
         but one without work does not notice.
         """
-        if not self._waking:
-            self._waking = True
-            asyncio.get_running_loop().call_later(_WAKE_SECONDS, self._wake)
+        if self._waking:  # but engines may still wait for this one's length when that is due
+            self._wakes_again = True
+            return
+        self._waking = True
+        asyncio.get_running_loop().call_later(_WAKE_SECONDS, self._wake)
 
     def _wake(self) -> None:
-        self._waking = False
+        again, self._waking, self._wakes_again = self._wakes_again, False, False
         self.tell({})
+        if again:
+            self.wake()
 
     def tell(self, lengths: Mapping[str, int]) -> None:
         """Tell the lengths of responses that have ended, by the engine's request ids. Never waits or raises."""
