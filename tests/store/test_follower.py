@@ -198,6 +198,19 @@ def test_an_erasure_that_failed_here_is_tried_again(process: Process) -> None:
     assert process.numbers() == [2]
 
 
+def test_it_is_not_current_while_an_erasure_fails_here(process: Process) -> None:
+    process.begin(NS, "t")
+    process.wait(logs=1)
+    process.faults = 1000
+    process.store.erase_session(NS, "s")
+    wait_until(lambda: not process.follower.is_current())
+    process.wait(state="open")
+    assert not process.follower.is_current()  # though the store is asked less often from now on
+    process.faults = 0
+    wait_until(process.follower.is_current)
+    assert process.erased == [("t", "s")]
+
+
 def test_a_turn_that_was_on_its_way_when_following_began_is_erased_again(process: Process) -> None:
     """Its session was erased before, so this process heard of it at the beginning."""
     process.number = 7

@@ -82,6 +82,7 @@ class Follower:
         self._own: OrderedDict[str, None] = OrderedDict()  # cursors of this process's tombstones
         self._erasing: dict[tuple[str, str], bool] = {}  # logs and sessions that it erases; true: it has
         self._refused: set[str] = set()  # logs that the store refuses to read
+        self._unerased: set[str] = set()  # logs with a tombstone that could not be applied here
         self._counts = FollowerStats()
         self._alive = self._asked = time.monotonic()
         self.outdated: frozenset[str | None] = frozenset()  # tenants to forget as soon as no request of theirs runs
@@ -168,8 +169,8 @@ class Follower:
             return {name: log.erased for name, log in self._logs.items()}
 
     def is_current(self) -> bool:
-        """Return whether every erasure that is older than LIFE_SECONDS is known here, as far as the store answers."""
-        return not self._logs or time.monotonic() - self._alive < LIFE_SECONDS
+        """Return whether each erasure older than LIFE_SECONDS is known and done here, as far as the store answers."""
+        return not self._logs or not (self._unerased or time.monotonic() - self._alive >= LIFE_SECONDS)
 
     def close(self, timeout: float = 1.0) -> None:
         """Stop following."""
@@ -240,6 +241,7 @@ class Follower:
                     end = self._store.newest(name)
                     if self._forget(log.tenant):
                         log.cursor = log.erased = end
+                        self._unerased.discard(name)
                     else:
                         outdated.add(log.tenant)
         self.outdated = frozenset(outdated)
@@ -339,7 +341,12 @@ class Follower:
             with self._wake:
                 self._erasing.pop((namespace, session), None)  # further records of it came after the erasure
         else:
-            log.numbers[session] = self._erase(log.tenant, session)
+            try:
+                log.numbers[session] = self._erase(log.tenant, session)
+            except Exception:
+                self._unerased.add(namespace)
+                raise
+            self._unerased.discard(namespace)
             log.numbers.move_to_end(session)
             with self._wake:
                 self._counts.erased += 1
@@ -397,6 +404,7 @@ class Follower:
             if not log.late and self._forget(log.tenant):
                 with self._wake:
                     self._logs.pop(name, None)
+                    self._unerased.discard(name)
 
     def _fail(self, error: Exception) -> None:
         with self._wake:
