@@ -77,7 +77,7 @@ class Process:
         return True
 
     def take(self, log: str, record: TurnRecord) -> None:
-        if not self.follower.is_erasing(log, record.session):
+        if not self.follower.own.may_be_older(log, record.session):
             self.taken.append((record.session, number_of(record)))
         time.sleep(self.taking_takes)
 
@@ -142,7 +142,7 @@ def test_its_own_tombstones_are_not_applied_again(process: Process) -> None:
     process.begin(NS, "t")
     process.store.gate.clear()  # the follower cannot read before it knows
     process.store.append_ungated(NS, [entry_of(turn("s", 1))])
-    process.follower.note_own(process.store.erase_session(NS, "s").tombstone or "")
+    process.follower.own.erase_session(NS, "s")
     process.store.gate.set()
     process.store.append(NS, [entry_of(turn("x", 2))])
     process.wait(delivered=1)
@@ -315,8 +315,7 @@ def test_what_was_read_of_a_session_that_this_process_erases_is_dropped(
     process.begin(NS, "t")
     process.store.append(NS, [entry_of(turn("s", 1)), entry_of(turn("other", 2))])
     wait_until(lambda: process.learned)
-    with process.follower.erasing(NS, "s"):
-        process.follower.note_own(process.store.erase_session(NS, "s").tombstone or "")
+    process.follower.own.erase_session(NS, "s")
     process.may_learn.set()
     process.store.append(NS, [entry_of(turn("s", 3))])
     wait_until(lambda: 3 in process.numbers())

@@ -6,8 +6,7 @@ An erasure is a tombstone in the log:
   (`_look_ahead`). It is remembered (`FollowedLog.applied`), because it is read again in its turn.
 - A turn of this process that was on its way then lies behind the tombstone. It is seen when it is read (`_skip`), and
   the session is erased again (`FollowedLog.late`).
-- This process's own is known by its cursor (`_own`), and the session has left this process before it is written.
-  Records of the session that were read before that are dropped (`_erasing`).
+- This process's own is not applied (`own_erasures.py`).
 """
 
 import logging
@@ -22,6 +21,7 @@ from agentspec.cache.store.base import Store, check_namespace, entry_name
 from agentspec.cache.store.breaker import CircuitBreaker
 from agentspec.cache.store.courtesy import Courtesy
 from agentspec.cache.store.followed import FollowedLog, FollowerStats
+from agentspec.cache.store.own_erasures import OwnErasures
 from agentspec.cache.store.record_reader import RecordReader
 from agentspec.cache.store.records import EraseRecord, TurnRecord
 from agentspec.errors import StoreError, StoreUnavailableError
@@ -40,7 +40,6 @@ _SLICE_BYTES = 1 << 20  # and about the most bytes, that are delivered together
 _LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
 _RETRY_SECONDS = 0.05  # pause until a tenant with running requests is looked at again
 _MAX_ERASED = 1024  # erased sessions of a log that are remembered when all of it was read
-_MAX_OWN = 4096  # tombstones of this process that are remembered
 _MAX_OWNERS = 4096  # logs that are used and not followed yet, whose owners are remembered
 
 
@@ -54,6 +53,8 @@ class Follower:
     behind its tombstone. If it raises, it is called again. forget(tenant): makes the cache forget a tenant whose log is
     not followed any more, and returns whether it could. At most ``max_logs`` are followed, unless tenants cannot be
     forgotten. Close the follower before the store.
+
+    own: erases sessions from the store for this process.
     """
 
     def __init__(
@@ -79,8 +80,7 @@ class Follower:
         self._reader = RecordReader()
         self._logs: OrderedDict[str, FollowedLog] = OrderedDict()  # the one used last at the end
         self._owners: OrderedDict[str, str] = OrderedDict()  # of logs that are used and not followed yet
-        self._own: OrderedDict[str, None] = OrderedDict()  # cursors of this process's tombstones
-        self._erasing: dict[tuple[str, str], bool] = {}  # logs and sessions that it erases; true: it has
+        self.own = OwnErasures(store, lambda log: log in self._logs)
         self._refused: set[str] = set()  # logs that the store refuses to read
         self._unerased: set[str] = set()  # logs with a tombstone that could not be applied here
         self._counts = FollowerStats()
@@ -118,7 +118,7 @@ class Follower:
         begun = time.monotonic()
         end = self._store.newest(namespace)
         marks = self._store.tombstones(namespace)
-        erased = [session for session, cursor in marks.items() if not self._is_own(namespace, session, cursor)]
+        erased = [session for session, cursor in marks.items() if not self.own.wrote(namespace, session, cursor)]
         stay = {usage.session for usage in self._store.sessions(namespace)} if erased and not used_too else set[str]()
         numbers = OrderedDict[str, int]()
         for session in erased:
@@ -137,32 +137,6 @@ class Follower:
             self._wake.notify()
         self._leave_idlest()
 
-    @contextmanager
-    def erasing(self, namespace: str, session: str) -> Iterator[None]:
-        """Deliver no record of a session that was read before the block ends, in which the store erases the session."""
-        with self._wake:
-            self._erasing[namespace, session] = False
-        try:
-            yield
-        finally:
-            with self._wake:
-                if namespace not in self._logs:
-                    self._erasing.pop((namespace, session), None)
-                elif (namespace, session) in self._erasing:
-                    self._erasing[namespace, session] = True
-                self._wake.notify_all()
-
-    def is_erasing(self, namespace: str, session: str) -> bool:
-        """Return whether records read of a session may be older than its erasure by this process."""
-        return (namespace, session) in self._erasing
-
-    def note_own(self, tombstone: str) -> None:
-        """Note the cursor of a tombstone of this process, which has erased the session here already."""
-        with self._wake:
-            self._own[tombstone] = None
-            if len(self._own) > _MAX_OWN:
-                self._own.popitem(last=False)
-
     def places(self) -> dict[str, str]:
         """Return, for each log that is followed, the cursor up to which erasures by others are known here."""
         with self._wake:
@@ -177,6 +151,7 @@ class Follower:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
+        self.own.close()
         self._thread.join(timeout)
 
     def stats(self) -> FollowerStats:
@@ -298,8 +273,7 @@ class Follower:
         """Deliver a log's new records, as long as there is time. Returns whether that was all."""
         courtesy, batch, size, at = Courtesy(), list[TurnRecord](), 0, log.cursor
         until = time.monotonic() + _READ_SECONDS
-        with self._wake:  # what was erased before is in no entry that is read from now on
-            self._erasing = {what: done for what, done in self._erasing.items() if what[0] != namespace or not done}
+        self.own.note_read_begun(namespace)
         for entry, record in self._reader.read(self._store, namespace, after=log.cursor):
             if isinstance(record, EraseRecord):
                 self._deliver(namespace, batch, courtesy)
@@ -337,9 +311,8 @@ class Follower:
         tombstone = entry_name(cursor)
         if tombstone in log.applied:
             return
-        if self._is_own(namespace, session, cursor):
-            with self._wake:
-                self._erasing.pop((namespace, session), None)  # further records of it came after the erasure
+        if self.own.wrote(namespace, session, cursor):
+            self.own.note_tombstone_read(namespace, session)
         else:
             try:
                 log.numbers[session] = self._erase(log.tenant, session)
@@ -351,15 +324,6 @@ class Follower:
             with self._wake:
                 self._counts.erased += 1
         log.applied[tombstone] = None  # only now, so that an erasure that fails is tried again
-
-    def _is_own(self, namespace: str, session: str, cursor: str) -> bool:
-        """Return whether a tombstone is this process's. It may be read before `erase_session` has returned."""
-        with self._wake:
-            self._wake.wait_for(
-                lambda: self._closed or self._erasing.get((namespace, session)) is not False,
-                LIFE_SECONDS / 2,  # longer, and nothing would be drafted meanwhile
-            )
-            return entry_name(cursor) in self._own
 
     def _skip(self, log: FollowedLog, record: TurnRecord) -> None:
         """Skip a record of this process. If it was on its way when its session was erased, erase the session again."""

@@ -305,13 +305,7 @@ class Persistence:
 
     def _erase_in_store(self, store: Store, log: str, session: str) -> Erasure:
         """Erase a session from one log, so that the follower does not take that for another process's erasure."""
-        if self._follower is None:
-            return store.erase_session(log, session)
-        with self._follower.erasing(log, session):
-            erasure = store.erase_session(log, session)
-            if erasure.tombstone is not None:
-                self._follower.note_own(erasure.tombstone)
-        return erasure
+        return (store if self._follower is None else self._follower.own).erase_session(log, session)
 
     def _erase(self, store: Store, session: str, logs: set[str], forget: Callable[[], Iterable[str | None]]) -> Erasure:
         """Do what `erase` says, in the job's thread. Raises StoreUnavailableError if the store does not answer."""
@@ -326,7 +320,7 @@ class Persistence:
         return Erasure(sum(each.records for each in erased), all(each.complete for each in erased))
 
     def _is_erased(self, log: str, session: str) -> bool:
-        return self._follower is not None and self._follower.is_erasing(log, session)
+        return self._follower is not None and self._follower.own.may_be_older(log, session)
 
     def _prepare(self, records: Sequence[TurnRecord]) -> PreparedSession | None:
         """Index a session's turns in the loader's thread. Return None if one of them cannot be used."""
