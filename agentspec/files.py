@@ -69,6 +69,19 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
         raise
 
 
+def takes_json_lines(path: Path) -> bool:
+    """Return whether lines of JSON may be appended to a file: not to one that holds something else, as a store does.
+
+    A file that is missing or empty, that cannot be read, or that is no regular file, takes them. Raises OSError for a
+    path that names no file.
+    """
+    with suppress(FileNotFoundError, PermissionError):
+        if path.is_file():  # opening a pipe could wait
+            with path.open("rb") as file:
+                return file.read(1) in (b"", b"{", b"\n")
+    return True
+
+
 def create_private(path: Path) -> str | None:
     """Create a file that only its owner may read, and leave one that exists as it is. Raises OSError.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from agentspec.client.reply import Reply
 from agentspec.errors import ConfigurationError
-from agentspec.files import create_private, expand_home
+from agentspec.files import create_private, expand_home, takes_json_lines
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +20,16 @@ class ReplyRecord:
     """Append replies to a file. It holds what was said, so only its owner may read a new one.
 
     A file that others may read already keeps its mode, and a warning is logged.
-    Raises OSError if the file cannot be opened, and ConfigurationError for what names none.
+    Raises OSError if the file cannot be opened, and ConfigurationError for what names none, or one that holds
+    something else.
     """
 
     def __init__(self, path: str | Path) -> None:
-        if not path or not isinstance(path, str | Path):
+        if not path or not isinstance(path, str | Path) or "\0" in str(path):
             raise ConfigurationError(f"record: the name of a file is needed, not {path!r}")
         path = expand_home(path)
+        if not takes_json_lines(path):
+            raise ConfigurationError(f"record {path}: holds something other than a record; name another file")
         if warning := create_private(path):
             logger.warning("agentspec: record: %s", warning)
         # Half a surrogate pair becomes a JSON escape. Gateways divide characters between chunks.

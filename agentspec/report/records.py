@@ -175,7 +175,7 @@ def _reply(line: dict[str, Any]) -> Turn:
         seconds=None if line["tokens"] is None else seconds,  # the server did not say how many: they have no speed
         drafted=_counts(line.get("drafted_by_source")),
         accepted=_counts(line.get("accepted_by_source")),
-        text=str(line["text"]),
+        text=_text(line, "text"),
         detail=tuple(Step(_tokens(tokens), _tokens(rejected)) for tokens, rejected in line.get("detail") or ()),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import AgentClient, AsyncAgentClient, DecodeStep, DraftedToken
+from agentspec import AgentClient, AsyncAgentClient, ConfigurationError, DecodeStep, DraftedToken
 
 from .fake_server import FakeServer
 from .test_speculation import COUNTS
@@ -103,3 +103,17 @@ def test_others_may_read_what_was_there(server: FakeServer, tmp_path: Path, capl
 def test_a_record_that_cannot_be_opened_fails_at_once(server: FakeServer, tmp_path: Path) -> None:
     with pytest.raises(OSError):
         AgentClient(base_url=server.url, model="small", store=None, record=tmp_path / "no" / "such.jsonl")
+
+
+def test_a_file_that_holds_something_else_is_refused_and_kept(server: FakeServer, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("remember")
+    with pytest.raises(ConfigurationError, match=r"record .*notes\.txt: .*name another file"):
+        AgentClient(base_url=server.url, model="small", store=None, record=notes)
+    assert notes.read_text() == "remember"
+
+
+def test_a_record_has_the_name_of_a_file(server: FakeServer) -> None:
+    for name in ("", "a\0b"):
+        with pytest.raises(ConfigurationError, match="record: the name of a file is needed"):
+            AgentClient(base_url=server.url, model="small", store=None, record=name)

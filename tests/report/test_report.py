@@ -20,7 +20,7 @@ from agentspec.report import read_run, render
 EVIL = '</pre><script>alert("x")</script><img src="http://example.org/x.png">'
 
 
-def reply(session: str | None, text: str = "def f(): return 1", **fields: Any) -> dict[str, Any]:
+def reply(session: str | None, text: str | None = "def f(): return 1", **fields: Any) -> dict[str, Any]:
     return {"session": session, "parent": None, "seconds": 0.5, "tokens": 6, "text": text, **fields}
 
 
@@ -71,6 +71,11 @@ def test_a_reply_whose_tokens_are_not_told_has_no_speed(tmp_path: Path) -> None:
     assert told.speed == run.sessions[0].total.speed == run.total.speed and untold.speed is None
     assert [len(session.turns) for session in run.sessions] == [2, 1, 1]  # one is named like those without a name
     assert "0 tokens a second" not in render(run)
+
+
+def test_a_reply_without_a_text_is_shown_without_one(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path / "replies.jsonl", reply("s", text=None)))
+    assert run.sessions[0].turns[0].text is None and ">None<" not in render(run)
 
 
 def test_every_source_has_a_meaning_and_a_colour(record: Path) -> None:

@@ -1,5 +1,6 @@
 """The step record: what is written, and that an erased session's name goes from the lines that are there."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.errors import StoreError
+from agentspec.cache.store import SQLiteStore
+from agentspec.errors import ConfigurationError, StoreError
 from agentspec.server_ext.figures.accounts import Accounts
 from agentspec.server_ext.figures.metrics import Metrics, RequestFigures
 from agentspec.server_ext.figures.step_record import StepRecord, _append, _blank_session
@@ -251,3 +253,15 @@ def test_a_record_that_cannot_be_changed_is_said(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"steps\.jsonl"):
         step_record.erase(KEY).result(60)
     step_record.close()
+
+
+def test_a_file_that_holds_something_else_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with contextlib.closing(SQLiteStore(path)):
+        before = path.read_bytes()
+        assert before
+        with pytest.raises(ConfigurationError, match=r"record .*store\.db: .*name another file"):
+            StepRecord(path)
+    assert path.read_bytes() == before
+    path.write_bytes(b"")  # as an empty file, or one whose first line was erased
+    StepRecord(path).close()

@@ -1,5 +1,6 @@
 """Store URLs: what opens, what is refused and how, and that no password is ever shown."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,12 @@ def test_without_a_home_folder_the_default_store_is_away_and_redis_has_no_snapsh
         default_store_url("server.db")
     assert snapshot_path("redis://host/0", "log", 0) is None
     assert "XDG_DATA_HOME" in caplog.text
+
+
+def test_a_home_folder_that_is_not_utf_8_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", os.fsdecode(b"/data-\xff"))
+    with pytest.raises(StoreUnavailableError, match=r"/data-.*: not UTF-8.*set XDG_DATA_HOME"):
+        default_store_url("server.db")
 
 
 def test_each_part_of_a_redis_has_a_snapshot_of_its_own_whatever_the_password() -> None:

@@ -51,7 +51,7 @@ def default_store_url(name: str) -> str:
     """Return the URL of the SQLite file ``name`` in agentspec's folder of the user's data folder (XDG_DATA_HOME).
 
     A relative XDG_DATA_HOME is ignored, as the XDG Base Directory Specification says.
-    Raises StoreUnavailableError where this user has no home folder.
+    Raises StoreUnavailableError where this user has no home folder, or one whose name SQLite cannot take.
     """
     base = os.environ.get("XDG_DATA_HOME") or ""
     try:
@@ -61,6 +61,10 @@ def default_store_url(name: str) -> str:
             folder = Path(base).expanduser()
     except RuntimeError as error:
         raise StoreUnavailableError(f"{base}: {error} Name a store, or set XDG_DATA_HOME") from None
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise StoreUnavailableError(f"{str(folder)!r}: not UTF-8. Name a store, or set XDG_DATA_HOME") from None
     return f"sqlite:///{folder / 'agentspec' / name}"
 
 

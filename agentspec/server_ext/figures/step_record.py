@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError, StoreError
-from agentspec.files import expand_home
+from agentspec.files import expand_home, takes_json_lines
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +115,15 @@ class StepRecord:
 
 
 def make_record(path: str | Path) -> Path:
-    """Make an empty step record where there is none. Raises ConfigurationError if the file cannot be written."""
+    """Make an empty step record where there is none.
+
+    Raises ConfigurationError if the file cannot be written, or holds something else.
+    """
     try:
         file = expand_home(path)
         file.parent.mkdir(parents=True, exist_ok=True)
+        if not takes_json_lines(file):
+            raise ConfigurationError(f"record {path}: holds something other than a record; name another file")
         # It names sessions. A pipe without a reader is an error here, and would let the start wait.
         os.close(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
         return file
