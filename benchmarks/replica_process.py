@@ -12,7 +12,7 @@ import numpy as np
 
 from agentspec.cache import FinishedTurn
 from agentspec.cache.store import LogNames, open_store
-from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
@@ -47,8 +47,8 @@ class Engine:
 
     def __init__(self, url: str, batch: int, preload: int = 0) -> None:
         settings = Settings(store=url, verify_cost=COST, preload_records=preload)
-        self.persistence = Persistence(open_store(url), NAMES, preload)
-        self.engine = DraftingEngine(settings, self.persistence, VOCABULARY, 32)
+        self.persistence = Persistence(make_cache(settings, VOCABULARY, 32), open_store(url), NAMES, preload)
+        self.engine = DraftingEngine(settings, self.persistence)
         self.engine.warm_up()  # a thread indexes beside the steps from now on, as in a server
         self.drafts: list[list[int]] = [[] for _ in range(batch)]
 

@@ -69,9 +69,9 @@ class Replica(SuffixCache):
         super().__init__(policy=policy)
         self._log = log
         self._identities: dict[str, Identity] = {}
-        self.persistence = Persistence(open_store(log.url), NAMES, preload=_ALL)
-        self.persistence.follow(self, self.remove_session)
-        self.persistence.warm_up(self, _WAIT_SECONDS)
+        self.persistence = Persistence(self, open_store(log.url), NAMES, preload=_ALL)
+        self.persistence.follow(self.remove_session)
+        self.persistence.warm_up(_WAIT_SECONDS)
 
     def settle(self) -> None:
         """Apply and index what others have saved, as an engine does between two of their turns."""
@@ -95,7 +95,7 @@ class Replica(SuffixCache):
         """
         super().start(request_id, prompt, session=session, group=group, tenant=tenant, scope=scope, **options)
         identity = self._identities[request_id] = Identity(tenant=tenant, session=session, group=group, scope=scope)
-        self.persistence.request_load(self, identity, group=group, family=None)
+        self.persistence.request_load(identity, group=group, family=None)
         self._wait(lambda: self._has_all(identity))
         self.catch_up()
 
@@ -128,11 +128,7 @@ class Replica(SuffixCache):
         deadline = time.monotonic() + _WAIT_SECONDS
         while True:
             finished = done()  # ask before applying, so that this applies all of it
-            if (
-                not self.persistence.apply_loaded(self, _WAIT_SECONDS)
-                and finished
-                and not self.persistence.has_loaded()
-            ):
+            if not self.persistence.apply_loaded(_WAIT_SECONDS) and finished and not self.persistence.has_loaded():
                 return
             if time.monotonic() > deadline:
                 raise StoreUnavailableError(f"the store did not answer within {_WAIT_SECONDS:.0f} s")

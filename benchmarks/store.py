@@ -126,7 +126,8 @@ def _record(recorded: Iterable[Call], url: str, client: Any) -> tuple[int, int]:
 
     Returns the bytes by which Redis' memory grew from the first record on, and the tokens in the records behind it.
     """
-    cache, persistence = SuffixCache(), Persistence(open_store(url), NAMES, preload=0)
+    cache = SuffixCache()
+    persistence = Persistence(cache, open_store(url), NAMES, preload=0)
     tokens, before = 0, None
 
     def wait(most: int) -> None:
@@ -160,9 +161,10 @@ def restored(text: Tokens) -> Iterator[Row]:
         turns = RESTORED_TOKENS // RESPONSE
         writer.begin("write", time.monotonic() + 1, turns)()
         tokens = turns * RESPONSE
-        cache, persistence = SuffixCache(), Persistence(open_store(server.url), NAMES, preload=turns)
+        cache = SuffixCache()
+        persistence = Persistence(cache, open_store(server.url), NAMES, preload=turns)
         wall, cpu = time.monotonic(), time.process_time()
-        persistence.warm_up(cache, 120)
+        persistence.warm_up(120)
         wall, cpu = time.monotonic() - wall, time.process_time() - cpu
         persistence.close()
         yield Row(f"tokens/s restored at start, indexing included, {cache.stats().tokens:,} tokens held", tokens / wall)

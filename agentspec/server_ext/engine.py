@@ -38,10 +38,25 @@ _JOIN_SECONDS = 1.0
 """How long closing waits for the indexing thread. A process that ends while native code runs in a thread is aborted."""
 
 
+def make_cache(settings: Settings, vocab_size: int, max_draft: int) -> SuffixCache:
+    """Return the suffix cache of an engine.
+
+    vocab_size: the served model's. max_draft: longest draft, in tokens.
+    """
+    return SuffixCache(
+        max_tokens=settings.max_tokens,
+        max_bytes=MemoryShares.of(settings.max_bytes, settings.store).cache,
+        per_session=Budget(tokens=settings.max_session_tokens),
+        policy=settings.draft_policy(max_draft),
+        vocab_size=vocab_size,
+        history=settings.history_window,
+    )
+
+
 class DraftingEngine:
     """Feed the suffix cache with verified tokens, draft from it, count what happens, and store finished turns.
 
-    vocab_size: the served model's. max_draft: longest draft, in tokens. limits: the engine's limits on drafts.
+    persistence: of the cache that it drafts from (`make_cache`). limits: the engine's limits on drafts.
     snapshot: file that keeps indexes and prices over a restart, read in a thread from now on; None: there is none.
     tokenize: returns the tokens of a public text.
     """
@@ -50,8 +65,6 @@ class DraftingEngine:
         self,
         settings: Settings,
         persistence: Persistence,
-        vocab_size: int,
-        max_draft: int,
         limits: EngineLimits | None = None,
         snapshot: Path | None = None,
         tokenize: Tokenize | None = None,
@@ -59,14 +72,7 @@ class DraftingEngine:
         self.settings = settings
         shares = MemoryShares.of(settings.max_bytes, settings.store)
         self.metrics = Metrics(shares.figures // 2)
-        self.cache = SuffixCache(
-            max_tokens=settings.max_tokens,
-            max_bytes=shares.cache,
-            per_session=Budget(tokens=settings.max_session_tokens),
-            policy=settings.draft_policy(max_draft),
-            vocab_size=vocab_size,
-            history=settings.history_window,
-        )
+        self.cache = persistence.cache
         self.pricing = StepPricing(settings.verify_cost, settings.step_draft_tokens, limits, settings.longest_step)
         self.fusion = DraftFusion(
             self.cache,
@@ -78,17 +84,17 @@ class DraftingEngine:
         self._traces = Traces(shares.figures // 8)
         self._accounts = Accounts(self.metrics, self._traces, self._step_record)
         self._groups = PromptGroups(shares.figures // 4)
-        cached = CachedRequests(self.cache, persistence, self.metrics, self._groups)
+        cached = CachedRequests(persistence, self.metrics, self._groups)
         self._requests = RunningRequests(cached, self.metrics, self._traces, self.pricing.acceptance_lengths)
         self._turnover = self._requests.turnover
         self._work_time = self.pricing.work_time
         self._sessions = SessionAdmin(
-            self.cache, persistence, self._requests.states, self._traces, self._step_record, self._drop_snapshot
+            persistence, self._requests.states, self._traces, self._step_record, self._drop_snapshot
         )
-        persistence.follow(self.cache, self._sessions.erased_elsewhere)
+        persistence.follow(self._sessions.erased_elsewhere)
         self._keeper: SnapshotKeeper | None = None
         if snapshot is not None:
-            self._keeper = keep_snapshot(snapshot, self.cache, persistence, settings, note=self.pricing.cost.dump)
+            self._keeper = keep_snapshot(snapshot, persistence, settings, note=self.pricing.cost.dump)
         self._public: PublicCorpus | None = None
         if settings.public is not None:
             self._public = PublicCorpus(settings.public, self.cache, shares.cache // 2, tokenize)
@@ -108,7 +114,7 @@ class DraftingEngine:
         timeout = self.settings.preload_timeout
         if self._keeper is not None:
             self.pricing.cost.restore(self._keeper.wait_loaded(timeout))
-        restored = self._persistence.warm_up(self.cache, timeout, self.settings.tenant)
+        restored = self._persistence.warm_up(timeout, self.settings.tenant)
         if self._keeper is not None:
             self._keeper.start()
         if self._public is not None:
@@ -148,7 +154,7 @@ class DraftingEngine:
             self._begin_periods()
             if any(self._persistence.has_loaded_of(new.identity) for new in started):
                 # A prompt's text that its session holds is not indexed again.
-                self._persistence.apply_loaded(self.cache, self._work_time.for_stored_turns_first())
+                self._persistence.apply_loaded(self._work_time.for_stored_turns_first())
             fresh = [new for new in started if new.request_id not in self._requests.by_id]
             if fresh:
                 self._turn_over(fresh, None, self._work_time.for_begun(begin))
@@ -334,7 +340,7 @@ class DraftingEngine:
             self._accounts.undrafted(self._steps + 1, step, self._turnover.starting())
         seconds = self._work_time.for_stored_turns(work, begin, any_wait=loading)
         if seconds is not None:
-            self._persistence.apply_loaded(self.cache, seconds)
+            self._persistence.apply_loaded(seconds)
         self._work_time.spend_since(begin)
 
     def _turn_over(self, started: Sequence[NewRequest], step: Step | None, seconds: float) -> None:

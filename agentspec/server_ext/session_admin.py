@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from agentspec.cache import SuffixCache
 from agentspec.cache.store import Erasure, NewEntry, RecordReader, SessionUsage, Store, TurnRecord, decode
 from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.figures.step_record import StepRecord
@@ -49,15 +48,13 @@ class SessionAdmin:
 
     def __init__(
         self,
-        cache: SuffixCache,
         persistence: Persistence,
         states: Callable[[], Iterable[RequestState]],
         traces: Traces | None = None,
         step_record: StepRecord | None = None,
         erased: Callable[[], None] = lambda: None,
     ) -> None:
-        self._cache = cache
-        self._persistence = persistence
+        self._cache, self._persistence = persistence.cache, persistence
         self._states = states
         self._traces = traces
         self._step_record = step_record

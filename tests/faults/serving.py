@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 
 from agentspec.cache.store import CircuitBreaker, RecordReader, RedisStore, Retention, TurnRecord, open_store
-from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
@@ -39,9 +39,10 @@ class Serving:
         store = open_store(url)
         assert isinstance(store, RedisStore)
         self.store = store
-        self.persistence = Persistence(store, LOGS, 100, retention)
+        settings = Settings(tenant=TENANT, store=url)
+        self.persistence = Persistence(make_cache(settings, 1000, 16), store, LOGS, 100, retention)
         self.persistence._writer._breaker, self.persistence._loader._breaker = breaker(), breaker()
-        self.engine = DraftingEngine(Settings(tenant=TENANT, store=url), self.persistence, 1000, 16)
+        self.engine = DraftingEngine(settings, self.persistence)
         self.engine.warm_up()
         self.turns = 0
         self.waited: list[float] = []  # seconds of each call

@@ -9,7 +9,7 @@ import numpy as np
 from agentspec.cache import HistoryWindow, Scope
 from agentspec.cache.store import TurnRecord, open_store
 from agentspec.cache.store.records import decode
-from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
@@ -18,6 +18,11 @@ from tests.store.helpers import LOGS
 
 TEXT = list(range(100, 160))
 NONE = np.zeros(0, dtype=np.int32)
+
+
+def in_memory(settings: Settings, vocab_size: int = 1000, max_draft: int = 16) -> Persistence:
+    """Return the persistence of an engine whose store is in memory."""
+    return Persistence(make_cache(settings, vocab_size, max_draft), open_store("memory://"), LOGS, 0)
 
 
 class Engine:
@@ -36,8 +41,8 @@ class Engine:
             tenant=tenant, store=url, record=str(record) if record else None, history_window=history_window
         )
         self.store = open_store(url)
-        self.persistence = Persistence(self.store, LOGS, 100)
-        self.proposer = DraftingEngine(settings, self.persistence, 1000, 16, snapshot=snapshot)
+        self.persistence = Persistence(make_cache(settings, 1000, 16), self.store, LOGS, 100)
+        self.proposer = DraftingEngine(settings, self.persistence, snapshot=snapshot)
         self.proposer.warm_up()
         self.tenant, self.scope = tenant, scope
 
@@ -95,7 +100,7 @@ class Rows:
 
     def __init__(self, **settings: object) -> None:
         given = Settings(store="memory://", **settings)  # type: ignore[arg-type]
-        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), LOGS, 0), 1000, 16)
+        self.proposer = DraftingEngine(given, in_memory(given))
         self.tokens = np.zeros((4, 500), dtype=np.int32)
         self.lengths = np.zeros(4, dtype=np.int32)
         self.costs: list[float | None] = []

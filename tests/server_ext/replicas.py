@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentspec.cache.store import RecordReader, TurnRecord, open_store
-from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
@@ -35,8 +35,8 @@ class Replica:
     def __init__(self, url: str, snapshot: Path | None = None, preload: int = 100) -> None:
         self.store = open_store(url)
         settings = Settings(verify_cost=0.001)
-        self.persistence = Persistence(self.store, LOGS, preload)
-        self.engine = DraftingEngine(settings, self.persistence, 100_000, 16, snapshot=snapshot)
+        self.persistence = Persistence(make_cache(settings, 100_000, 16), self.store, LOGS, preload)
+        self.engine = DraftingEngine(settings, self.persistence, snapshot=snapshot)
         self.cache = self.engine.cache
         self.texts: dict[str, list[int]] = {}
         self.count = 0

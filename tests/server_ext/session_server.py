@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from agentspec.cache.store import LogNames, open_store
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.api.endpoints import AgentSpecEndpoints
-from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity import Identity, RequestTagger
 from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.persistence.persistence import Persistence
@@ -55,7 +55,8 @@ class Server:
         self.core_engines = list(range(engines))
         logs = LogNames(served_model_key(self.vllm_config), b"secret of the tests")
         self.engines = [
-            DraftingEngine(given, Persistence(open_store(url), logs, 100), VOCABULARY, 16) for _ in self.core_engines
+            DraftingEngine(given, Persistence(make_cache(given, VOCABULARY, 16), open_store(url), logs, 100))
+            for _ in self.core_engines
         ]
         self.get_tokenizer: Callable[[], Any] = lambda: None
         self.asked = 0

@@ -8,7 +8,7 @@ import numpy as np
 
 from agentspec.cache.store import open_store
 from agentspec.cache.store.records import TurnRecord, decode
-from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
@@ -36,9 +36,9 @@ class Rows:
 
     def __init__(self, seconds: float = 3e-3, verify_cost: float | None = None) -> None:
         self.store = open_store("memory://")
-        self.persistence = Persistence(self.store, LOGS, 0)
         settings = Settings(store="memory://", verify_cost=verify_cost)
-        self.engine = DraftingEngine(settings, self.persistence, 1000, 16)
+        self.persistence = Persistence(make_cache(settings, 1000, 16), self.store, LOGS, 0)
+        self.engine = DraftingEngine(settings, self.persistence)
         self.engine.cache.start = slow(self.engine.cache.start, seconds)  # type: ignore[method-assign]
         self.engine.cache.finish = slow(self.engine.cache.finish, seconds)  # type: ignore[method-assign]
         self.tokens = np.arange(ROWS * 200, dtype=np.int32).reshape(ROWS, 200)

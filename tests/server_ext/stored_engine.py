@@ -21,7 +21,7 @@ class Engine:
 
     def __init__(self, store: Store, **cache: Any) -> None:
         self.cache = SuffixCache(**cache)
-        self.persistence = Persistence(store, LOGS, preload=0)
+        self.persistence = Persistence(self.cache, store, LOGS, preload=0)
         self.count = 0
 
     def start(
@@ -32,7 +32,7 @@ class Engine:
         identity = Identity(tenant=TENANT, session=session, group=group, session_name=session, principal="p")
         self.cache.start(name, prompt, session=session, group=group, tenant=TENANT, parent=parent)
         family = self.cache.family_of(name)
-        self.persistence.request_load(self.cache, identity, group=identity.group, family=family)
+        self.persistence.request_load(identity, group=identity.group, family=family)
         return name
 
     def finish(self, name: str, response: list[int], session: str | None = "s") -> None:
@@ -51,7 +51,7 @@ class Engine:
         def done() -> bool:
             nonlocal count
             stats = self.persistence.stats()["loader"]
-            count += self.persistence.apply_loaded(self.cache)
+            count += self.persistence.apply_loaded()
             idle = stats["pending"] == 0 and stats["ready_bytes"] == 0 and not self.persistence._turns.has_ready()
             return idle and not self.persistence._loader._untaken  # what was asked for meanwhile is read once more
 

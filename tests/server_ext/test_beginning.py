@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache.store import open_store
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
-from tests.store.helpers import LOGS, wait_until
+from tests.server_ext.plain_engine import in_memory
+from tests.store.helpers import wait_until
 
 LENGTH = 20_000
 VOCABULARY = 50_000
@@ -24,12 +23,8 @@ class Server:
     """An engine whose one row computes a long prompt of tokens that do not repeat, but for the last eight."""
 
     def __init__(self) -> None:
-        self.engine = DraftingEngine(
-            Settings(store="memory://", verify_cost=0.001),
-            Persistence(open_store("memory://"), LOGS, 0),
-            VOCABULARY,
-            16,
-        )
+        settings = Settings(store="memory://", verify_cost=0.001)
+        self.engine = DraftingEngine(settings, in_memory(settings, VOCABULARY))
         self.engine.warm_up()
         self.tokens = np.zeros((1, LENGTH + 100), np.int32)
         self.tokens[0, :LENGTH] = np.random.default_rng(0).permutation(VOCABULARY)[:LENGTH]
@@ -141,7 +136,7 @@ def test_what_was_loaded_of_a_session_comes_before_its_request(server: Server, m
 
 def test_nothing_begins_where_drafting_is_switched_off() -> None:
     settings = Settings(store="memory://", enabled=False)
-    engine = DraftingEngine(settings, Persistence(open_store("memory://"), LOGS, 0), VOCABULARY, 16)
+    engine = DraftingEngine(settings, in_memory(settings, VOCABULARY))
     engine.begin([NewRequest("r", [1, 2, 3], Identity())])
     assert not engine.knows("r", 3) and engine.stats()["running"] == 0
     engine.close()

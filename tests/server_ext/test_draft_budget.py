@@ -9,19 +9,17 @@ import pytest
 from numpy.typing import NDArray
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.store import open_store
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext import FREE
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits, kept_lengths
 from agentspec.server_ext.pricing.step_cost import Prices, StepCost
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from tests.server_ext.drafts import drafts_of
-from tests.store.helpers import LOGS
+from tests.server_ext.plain_engine import in_memory
 
 
 def lengths_of(chances: list[list[float]], budget: int) -> list[int]:
@@ -170,7 +168,7 @@ class TestProposer:
     def run(self, model: SureModel | None, **settings: Any) -> tuple[list[list[list[int]]], DraftingEngine]:
         given = Settings(store="memory://", verify_cost=0.01, **settings)
         limits = EngineLimits(scheduled_tokens=2048)
-        proposer = DraftingEngine(given, Persistence(open_store("memory://"), LOGS, 0), 1000, 128, limits)
+        proposer = DraftingEngine(given, in_memory(given, max_draft=128), limits)
         proposer.pricing.cost.at = lambda rows: Prices(0.01, 1.0)  # type: ignore[method-assign]
         text = [list(range(100 * row, 100 * row + 40)) * 30 for row in range(1, self.ROWS + 1)]
         table = np.array(text, np.int32)

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 
 from agentspec.cache import FinishedTurn, Scope
-from agentspec.cache.store import open_store
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
-from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
-from tests.store.helpers import LOGS
 
-from .plain_engine import TEXT, Engine, Rows
+from .plain_engine import TEXT, Engine, Rows, in_memory
 
 
 def test_a_second_turn_drafts_from_the_first() -> None:
@@ -144,8 +141,7 @@ def test_a_request_that_cannot_start_leaves_the_others_alone() -> None:
 
 def test_switched_off_never_drafts() -> None:
     settings = Settings(store="memory://", enabled=False)
-    store = open_store("memory://")
-    proposer = DraftingEngine(settings, Persistence(store, LOGS, 0), 1000, 16)
+    proposer = DraftingEngine(settings, in_memory(settings))
     step = Step(
         Batch(("x",), np.zeros(1, np.int32)),
         [],

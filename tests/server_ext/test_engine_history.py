@@ -9,7 +9,7 @@ import pytest
 
 from agentspec.cache import FinishedTurn, HistoryWindow, Scope, SuffixCache
 from agentspec.cache.store import NewEntry, open_store
-from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.pricing.step_cost import StepCost
@@ -135,13 +135,13 @@ def test_a_group_reaches_the_suffix_indexes_and_comes_back_from_the_store() -> N
     turns = [FinishedTurn("t", "s", 0, NONE, NONE, "p"), FinishedTurn("t", None, 0, NONE, NONE, None)]
     store = open_store("memory://")
     for turn in turns:
-        persistence = Persistence(store, LOGS, 100)
+        persistence = Persistence(SuffixCache(), store, LOGS, 100)
         writer, number = persistence.next_name()
         persistence.save(replace(turn, writer=writer, number=number), Identity(tenant="t"))
         persistence._writer.close()
     cache = SuffixCache()
     cache.restore = lambda turn, *, held_only=False: restored.append(turn)  # type: ignore[method-assign]
-    Persistence(store, LOGS, 100).warm_up(cache, 5.0, "t")
+    Persistence(cache, store, LOGS, 100).warm_up(5.0, "t")
     assert [(turn.session, turn.group) for turn in restored] == [("s", "p"), (None, None)]
 
 
@@ -169,7 +169,8 @@ def test_a_store_in_memory_stays_within_the_budget() -> None:
     assert shares.store == 1_000_000
     assert shares.cache + 2 * shares.queue + shares.figures + shares.store == settings.max_bytes
     store = open_store("memory://", memory_bytes=shares.store)
-    proposer = DraftingEngine(settings, Persistence(store, LOGS, 0, queue_bytes=shares.queue), 1000, 16)
+    cache = make_cache(settings, 1000, 16)
+    proposer = DraftingEngine(settings, Persistence(cache, store, LOGS, 0, queue_bytes=shares.queue))
     log, payload = LOGS.of(None), bytes(50_000)
     for number in range(200):
         store.append(log, [NewEntry(f"s{number}", payload)])

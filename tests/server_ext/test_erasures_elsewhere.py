@@ -212,9 +212,7 @@ def test_what_was_loaded_but_not_applied_is_erased_too(start: Start) -> None:
         a.say([1, 2, 3], text(number))
     assert a.persistence._writer.flush(60)
     b.begin([1], "other")
-    wait_until(
-        lambda: b.persistence.apply_loaded(b.cache, 0.0) == 1
-    )  # the rest of the batch waits in the engine's hands
+    wait_until(lambda: b.persistence.apply_loaded(0.0) == 1)  # the rest of the batch waits in the engine's hands
     a.erase("s")
     wait_until(lambda: b.follower("erased"))
     for number in range(100, 3000, 100):
@@ -316,8 +314,8 @@ def test_what_retention_took_while_a_process_could_not_read_it_may_have_been_an_
     here.begin([4, 5], "other")
     time.sleep(1.1)
     away.set()
-    wait_until(lambda: not here.persistence.is_current())
-    while not here.persistence.is_current():  # requests come all the time
+    wait_until(here.persistence.outdated)
+    while here.persistence.outdated() or not here.persistence.is_current():  # requests come all the time
         assert here.drafts(text(100, 5)) == []
         here.begin([4, 5], "other")
     assert not here.cache.has_session(TENANT, "s") and here.drafts(text(100, 5), "s") == []

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,13 +69,10 @@ def test_the_last_request_of_a_session_loads_nothing_of_it() -> None:
     assert before.persistence._writer.flush(60)
     after = Engine(store)
     after.cache.start("r", [1], session="s", tenant=TENANT)
-    after.persistence.request_load(
-        after.cache, Identity(tenant=TENANT, session="s", scope="session", final=True), group=None, family=None
-    )
+    ended = Identity(tenant=TENANT, session="s", scope="session", final=True)
+    after.persistence.request_load(ended, group=None, family=None)
     assert after.load() == 0
-    after.persistence.request_load(
-        after.cache, Identity(tenant=TENANT, session="s", scope="session"), group=None, family=None
-    )
+    after.persistence.request_load(replace(ended, final=False), group=None, family=None)
     assert after.load() == 1
 
 
@@ -215,9 +213,9 @@ def test_a_step_applies_what_fits_its_budget_of_time(store: FlakyStore, monkeypa
     clock, real, this = iter(range(10_000)), time.thread_time, threading.get_ident()
     # Each turn takes a tenth of a millisecond. The loader's thread reads a clock of its own.
     monkeypatch.setattr(time, "thread_time", lambda: next(clock) * 1e-4 if threading.get_ident() == this else real())
-    assert again.persistence.apply_loaded(again.cache) == 5
-    assert again.persistence.apply_loaded(again.cache, 0.0) == 1
-    assert again.persistence.apply_loaded(again.cache, 0.002) == 20
+    assert again.persistence.apply_loaded() == 5
+    assert again.persistence.apply_loaded(0.0) == 1
+    assert again.persistence.apply_loaded(0.002) == 20
 
 
 def test_turns_that_cannot_be_used_are_counted_by_kind(store: FlakyStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -243,10 +241,9 @@ def encode_of_version(version: int) -> bytes:
 
 
 def test_queues_are_counted_in_bytes(store: FlakyStore) -> None:
-    persistence = Persistence(store, LOGS, preload=0)
-    store.gate.clear()
     engine = Engine(store)
-    engine.persistence = persistence
+    persistence = engine.persistence
+    store.gate.clear()
     engine.say([1], text(0, 10_000))
     assert 40_000 < persistence.stats()["queued_bytes"] < 50_000
     store.gate.set()
@@ -256,8 +253,8 @@ def test_queues_are_counted_in_bytes(store: FlakyStore) -> None:
 
 
 def test_the_store_is_kept_within_its_retention_and_what_is_left_is_used(store: FlakyStore) -> None:
-    persistence = Persistence(store, LOGS, preload=0, retention=Retention(records=10))
     engine = Engine(store)
+    persistence = Persistence(engine.cache, store, LOGS, preload=0, retention=Retention(records=10))
     engine.persistence = persistence
     history: list[int] = [1]
     for number in range(30):
@@ -292,18 +289,19 @@ def test_warm_up_reads_the_newest_and_a_slow_store_delays_the_start_only_so_long
     for number in range(150):
         writer.say([number, 2, 3], text(1000 * number + 5000, 30), session=f"s{number}")
     writer.flush()
-    cache, persistence = SuffixCache(), Persistence(store, LOGS, preload=140)
+    cache = SuffixCache()
+    persistence = Persistence(cache, store, LOGS, preload=140)
     begin = time.monotonic()
-    count = persistence.warm_up(cache, 0.8, TENANT)
+    count = persistence.warm_up(0.8, TENANT)
     assert 0.7 < time.monotonic() - begin < 30
     assert 0 < count <= slow
     released.set()
-    wait_until(lambda: (persistence.apply_loaded(cache), persistence.stats()["restored"] == 140)[1])
+    wait_until(lambda: (persistence.apply_loaded(), persistence.stats()["restored"] == 140)[1])
     assert cache.needs_load(TENANT, "s100")  # its older turns may not be among the newest of the log
 
 
 def test_a_record_that_cannot_be_stored_costs_itself_only(store: FlakyStore) -> None:
-    persistence = Persistence(store, LOGS, preload=0)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     persistence._writer.put(NS, unwritable("s"))
     assert persistence._writer.flush(60)
     assert persistence.stats()["writer"]["refused"] == 1

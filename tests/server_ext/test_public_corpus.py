@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.store import open_store
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.public_corpus import PublicCorpus
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.vllm_adapter.runner import _tokenizer
-from tests.store.helpers import LOGS
+from tests.server_ext.plain_engine import in_memory
 
 from .session_server import MODEL
 
@@ -163,7 +161,7 @@ def test_an_engine_shows_it_as_a_source(tmp_path: Path) -> None:
     file, record = tmp_path / "public.jsonl", tmp_path / "record.jsonl"
     file.write_text(json.dumps({"token_ids": WORDS}))
     settings = Settings(store="memory://", public=str(file), record=str(record))
-    engine = DraftingEngine(settings, Persistence(open_store("memory://"), LOGS, 10), 1000, 16)
+    engine = DraftingEngine(settings, in_memory(settings))
     assert engine.stats()["public"]["state"] == "waiting"
     engine.warm_up()
     assert engine._public is not None and engine._public.wait(180)

@@ -18,7 +18,7 @@ from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 
-from .session_server import ADA, BOB, TEXT, VOCABULARY, Start, start
+from .session_server import ADA, BOB, TEXT, Start, start
 
 __all__ = ["start"]
 
@@ -60,9 +60,7 @@ class TestErasure:
         server = start(ADA, engines=1)
         engine = server.engines[0]
         snapshot = tmp_path / "snapshot"
-        server.engines = [
-            DraftingEngine(engine.settings, engine._persistence, VOCABULARY, 16, snapshot=snapshot),
-        ]
+        server.engines = [DraftingEngine(engine.settings, engine._persistence, snapshot=snapshot)]
         server.engines[0].warm_up()
         secret = list(range(600, 660))
         server.say(server.identity(ADA, "one"), secret)

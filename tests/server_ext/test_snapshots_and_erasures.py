@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache import SuffixCache
 from agentspec.cache.store import Retention, SQLiteStore, snapshot_path
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.server_ext.persistence.persistence import Persistence
@@ -115,10 +114,10 @@ def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_
     assert elsewhere.persistence._writer.flush(60)
     check = Persistence.catch_up_erasures
 
-    def late(persistence: Persistence, cache: SuffixCache, places: Mapping[str, str]) -> bool:
+    def late(persistence: Persistence, places: Mapping[str, str]) -> bool:
         if followed:
             persistence._begin_following(NS, TENANT)
-        return check(persistence, cache, places)
+        return check(persistence, places)
 
     monkeypatch.setattr(Persistence, "catch_up_erasures", late)
     again = start(snapshot=tmp_path / "snapshot", preload=0)

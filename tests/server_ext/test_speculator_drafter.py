@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.cache.store import open_store
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext import FREE, vllm_adapter
 from agentspec.server_ext.arctic_methods import NOTHING
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, save_speculator
 from agentspec.server_ext.step import Batch, NewRequest, Step
@@ -22,7 +20,7 @@ from agentspec.server_ext.vllm_adapter import draft_models
 from agentspec.server_ext.vllm_adapter.draft_models import SpeculatorDrafter
 from agentspec.server_ext.vllm_adapter.runner import RunnerExtension
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
-from tests.store.helpers import LOGS
+from tests.server_ext.plain_engine import in_memory
 
 HIDDEN, VOCABULARY = 16, 64
 
@@ -104,7 +102,7 @@ class Server:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.drafter = drafter(folder)
         given = Settings(store="memory://", speculator=str(folder), verify_cost=0.02, **settings)
-        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), LOGS, 0), VOCABULARY, 16)
+        self.proposer = DraftingEngine(given, in_memory(given, VOCABULARY))
         self.states = torch.randn(600, HIDDEN, generator=torch.Generator().manual_seed(9))
 
     def text(self, length: int) -> list[int]:

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import pytest
 
+from agentspec.cache import SuffixCache
 from agentspec.cache.store import Erasure, NewEntry
 from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.identity import Identity
@@ -93,7 +94,7 @@ def gate(persistence: Persistence) -> Callable[[], None]:
 
 
 def test_jobs_run_one_by_one_and_tell_their_results(store: FlakyStore) -> None:
-    persistence = Persistence(store, LOGS, preload=0)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     store.append(NS, [NewEntry("s", b"x")])
     release = gate(persistence)
     listed = persistence.submit(lambda store: [usage.session for usage in store.sessions(NS)])
@@ -112,7 +113,7 @@ def test_jobs_run_one_by_one_and_tell_their_results(store: FlakyStore) -> None:
 
 
 def test_jobs_that_wait_are_bounded(store: FlakyStore) -> None:
-    persistence = Persistence(store, LOGS, preload=0)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     release = gate(persistence)
     jobs = [persistence.submit(lambda store: None) for _ in range(63)]
     with pytest.raises(StoreUnavailableError, match="try again later"):
@@ -125,7 +126,7 @@ def test_jobs_that_wait_are_bounded(store: FlakyStore) -> None:
 
 
 def test_those_of_many_owners_are_bounded_together(store: FlakyStore) -> None:
-    persistence = Persistence(store, LOGS, preload=0)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     release = gate(persistence)
     taken = 0
     for owner in range(10 * 1024):
@@ -142,7 +143,7 @@ def test_those_of_many_owners_are_bounded_together(store: FlakyStore) -> None:
 
 def test_owners_take_turns(store: FlakyStore) -> None:
     """What one has asked for holds another's job up for one job only."""
-    persistence = Persistence(store, LOGS, preload=0)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     ran: list[str] = []
     release = gate(persistence)
     for owner, count in (("a", 64), ("b", 2), ("c", 1)):
@@ -161,7 +162,7 @@ def test_owners_take_turns(store: FlakyStore) -> None:
 
 
 def test_the_end_cancels_what_has_not_begun(store: FlakyStore) -> None:
-    persistence = Persistence(store, LOGS, preload=0)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     release = gate(persistence)
     waiting = persistence.submit(lambda store: None, "a")
     persistence._jobs.close()

@@ -17,7 +17,7 @@ __all__ = ["store"]
 
 def tell(store: Store, tenant: str, *responses: list[int]) -> None:
     """Store a turn of a tenant for each response."""
-    persistence = Persistence(store, LOGS, preload=0)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     for response in responses:
         writer, number = persistence.next_name()
         said = np.array([1, 2, 3], np.int32), np.array(response, np.int32)
@@ -32,15 +32,15 @@ class Tenants:
 
     def __init__(self, store: Store, preload: int, **cache: Any) -> None:
         self.cache = SuffixCache(**cache)
-        self.persistence = Persistence(store, LOGS, preload)
+        self.persistence = Persistence(self.cache, store, LOGS, preload)
 
     def start(self, name: str, tenant: str, prompt: list[int], scope: Scope = "tenant") -> None:
         self.cache.start(name, prompt, tenant=tenant, scope=scope)
-        self.persistence.request_load(self.cache, Identity(tenant=tenant, scope=scope), group=None, family=None)
+        self.persistence.request_load(Identity(tenant=tenant, scope=scope), group=None, family=None)
 
     def load(self) -> int:
         wait_until(lambda: self.persistence._loader.ready.has_any() or not self.pending())
-        return self.persistence.apply_loaded(self.cache, 1.0)
+        return self.persistence.apply_loaded(1.0)
 
     def pending(self) -> int:
         return self.persistence._loader.stats().corpora
@@ -61,7 +61,7 @@ def test_a_tenants_corpus_is_read_at_start_or_at_its_first_request(store: FlakyS
     tell(store, "known", text(100))
     tell(store, "other", *(text(1000 * number) for number in range(1, 6)))
     engine = Tenants(store, preload=3)
-    assert engine.persistence.warm_up(engine.cache, 10.0, "known") == 1
+    assert engine.persistence.warm_up(10.0, "known") == 1
     reads = store.calls
     for name, tenant, scope in (("a", "known", "tenant"), ("b", "other", "session"), ("c", "other", "none")):
         engine.start(name, tenant, [7, 8, 100, 101, 102] if tenant == "known" else [5000, 5001, 5002], scope)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def test_ten_thousand_tenants_stay_bounded(store: FlakyStore) -> None:
     for number in range(10_000):
         engine.start("r", f"tenant {number}", [7, 8, 100, 101, 102])
         engine.cache.abort("r")
-        engine.persistence.apply_loaded(engine.cache)
+        engine.persistence.apply_loaded()
     engine.load_all()
     loader = engine.persistence._loader
     assert not (loader._requested or loader._corpora or loader._requests or loader.ready.has_any())

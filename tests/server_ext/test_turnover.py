@@ -123,7 +123,7 @@ def test_stored_turns_are_applied_once_in_a_step_and_wait_for_one_at_most(
     persistence = rows.engine._persistence
     monkeypatch.setattr(persistence, "has_loaded", lambda: True)
     monkeypatch.setattr(persistence, "has_loaded_of", lambda _: True)
-    monkeypatch.setattr(persistence, "apply_loaded", lambda _, seconds: applied.append(seconds))
+    monkeypatch.setattr(persistence, "apply_loaded", applied.append)
     rows.begin_first("r1")
     assert len(applied) == 1  # in front of the start, for a part of the step's time
     rows.step()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agentspec.cache import FinishedTurn, Scope, context_hashes
+from agentspec.cache import FinishedTurn, Scope, SuffixCache, context_hashes
 from agentspec.cache.store import SQLiteStore, TurnRecord
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.server_ext.identity import Identity
@@ -61,7 +61,7 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.persistence = Persistence(SQLiteStore(path), LOGS, preload=0)
+        self.persistence = Persistence(SuffixCache(), SQLiteStore(path), LOGS, preload=0)
 
     def say(
         self,

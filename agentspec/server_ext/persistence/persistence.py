@@ -62,6 +62,7 @@ class Persistence:
 
     def __init__(
         self,
+        cache: SuffixCache,
         store: Store,
         logs: LogNames,
         preload: int,
@@ -69,44 +70,43 @@ class Persistence:
         queue_bytes: int = MemoryShares.of(DEFAULT_MAX_BYTES).queue,
     ) -> None:
         self.logs = logs
+        self.cache = cache
         self._preload = preload
         self._store = store
         self._writer = BackgroundWriter(store, retention=retention, max_bytes=queue_bytes)
         self._loader = BackgroundLoader(
             store, max_ready_bytes=queue_bytes, before_read=self._begin_following, prepare=self._prepare
         )
-        self._turns = StoredTurns(self._loader, self._is_erased)
-        self._cache: SuffixCache | None = None  # given to ``follow``
+        self._turns = StoredTurns(cache, self._loader, self._is_erased)
         self._follower: Follower | None = None
         self._jobs = StoreJobs(store)
         self._writer_id = secrets.token_hex(8)
         self._number = 0
         self._outdated: frozenset[str | None] = frozenset()  # the tenant of a snapshot that is to be forgotten
 
-    def follow(self, cache: SuffixCache, erased: Callable[[str | None, str], None]) -> None:
+    def follow(self, erased: Callable[[str | None, str], None]) -> None:
         """Apply from now on what other processes store and erase, in a thread. Call it once, before any load.
 
         erased(tenant, session): removes a session from the cache and whatever else holds it, in the follower's thread.
         A store in this process's memory has no other writers, so there is nothing to follow.
         """
-        self._cache = cache
         if not self._store.shared:
             return
         self._follower = Follower(
             self._store,
             self._writer_id,
-            take=lambda log, record: self._turns.add(cache, log, record),
+            take=self._turns.add,
             erase=lambda tenant, session: self._erase_here(tenant, session, erased),
             erase_again=self._erase_again,
-            learn=lambda record: _learn_from(cache, record),
-            forget=cache.forget_tenant,
+            learn=self._learn_from,
+            forget=self.cache.forget_tenant,
         )
 
     def places(self) -> dict[str, str]:
         """Return, for each log, the cursor up to which erasures are known, for ``catch_up_erasures``."""
         return {} if self._follower is None else self._follower.places()
 
-    def catch_up_erasures(self, cache: SuffixCache, places: Mapping[str, str]) -> bool:
+    def catch_up_erasures(self, places: Mapping[str, str]) -> bool:
         """Remove from a loaded snapshot what was erased in the store meanwhile. Return whether it held any of that.
 
         places: as they were when the snapshot was saved. Any thread may call it, before the cache is used. A session
@@ -117,9 +117,9 @@ class Persistence:
         if self._follower is None:
             return False
         before = self._follower.stats().erased
-        tenants = cache.tenants()
+        tenants = self.cache.tenants()
         for tenant in tenants[:-MAX_LOGS]:
-            self._forget(cache, tenant)
+            self._forget(tenant)
         known, whole = True, len(tenants) <= MAX_LOGS
         for tenant in reversed(tenants[-MAX_LOGS:]):
             log, all_told = self.logs.of(tenant), False
@@ -131,7 +131,7 @@ class Persistence:
                 known = not isinstance(error, StoreUnavailableError)  # otherwise only this log cannot be read
                 logger.warning("agentspec: saved suffix indexes are not used, what was erased is unknown: %s", error)
             if not all_told:
-                self._forget(cache, tenant)
+                self._forget(tenant)
                 whole = False
         return not whole or self._follower.stats().erased > before
 
@@ -155,7 +155,7 @@ class Persistence:
         """Queue a finished turn for the store. turn: finished under a name from ``next_name``."""
         self._writer.put(self.logs.of(turn.tenant), record_of(turn, identity))
 
-    def request_load(self, cache: SuffixCache, identity: Identity, *, group: str | None, family: str | None) -> None:
+    def request_load(self, identity: Identity, *, group: str | None, family: str | None) -> None:
         """Request what the store holds of a request's session, group and tenant, unless the cache has it all.
 
         group: the request's. family: the root of its session's family, if that is another session.
@@ -166,16 +166,16 @@ class Persistence:
         log = self.logs.of(tenant)
         if self._follower is not None:
             self._follower.use(log, identity.tenant_owner)
-        if session is not None and not identity.final and self._needs(cache, tenant, session):
+        if session is not None and not identity.final and self._needs(tenant, session):
             self._loader.request(Wanted(log, tenant, session=session))
         if group is not None and identity.scope == "tenant":
-            if cache.needs_load(tenant, group=group):
+            if self.cache.needs_load(tenant, group=group):
                 self._loader.request(Wanted(log, tenant, group=group))
-        elif family is not None and cache.needs_load(tenant, family=family):
-            if self._needs(cache, tenant, family):  # the root's own turns
+        elif family is not None and self.cache.needs_load(tenant, family=family):
+            if self._needs(tenant, family):  # the root's own turns
                 self._loader.request(Wanted(log, tenant, session=family))
             self._loader.request(Wanted(log, tenant, family=family))
-        if identity.scope == "tenant" and cache.needs_load(tenant):
+        if identity.scope == "tenant" and self.cache.needs_load(tenant):
             self._loader.request(Wanted(log, tenant), self._preload)
 
     def has_loaded(self) -> bool:
@@ -189,11 +189,11 @@ class Persistence:
             return False
         return self._turns.has_ready_of(Wanted(self.logs.of(tenant), tenant, session=session))
 
-    def apply_loaded(self, cache: SuffixCache, seconds: float = DEFAULT_WORK_SECONDS) -> int:
+    def apply_loaded(self, seconds: float = DEFAULT_WORK_SECONDS) -> int:
         """Put loaded turns into the cache for about so much CPU time (`StoredTurns.apply`). Return their number."""
-        return self._turns.apply(cache, seconds)
+        return self._turns.apply(seconds)
 
-    def warm_up(self, cache: SuffixCache, timeout: float, tenant: str | None = None) -> int:
+    def warm_up(self, timeout: float, tenant: str | None = None) -> int:
         """Load a tenant's newest turns before serving, in at most ``timeout`` seconds. Return their number."""
         corpus = Wanted(self.logs.of(tenant), tenant)
         self._loader.request(corpus, self._preload)
@@ -202,10 +202,10 @@ class Persistence:
         while (pending or self._turns.has_ready()) and time.monotonic() < deadline:
             time.sleep(0.002)
             pending = self._loader.is_pending(corpus)  # asked before applying, so that nothing is left unapplied
-            count += self.apply_loaded(cache, _WARM_UP_SECONDS)
+            count += self.apply_loaded(_WARM_UP_SECONDS)
         if pending:
             logger.warning("agentspec: the store is slow or away; what it holds arrives while serving")
-        cache.catch_up()
+        self.cache.catch_up()
         return count
 
     def load_again(self, tenant: str | None, session: str) -> None:
@@ -285,8 +285,8 @@ class Persistence:
             self._follower.close()
         self._store.close()
 
-    def _needs(self, cache: SuffixCache, tenant: str | None, session: str) -> bool:
-        return not self._turns.is_erasing(session) and cache.needs_load(tenant, session)
+    def _needs(self, tenant: str | None, session: str) -> bool:
+        return not self._turns.is_erasing(session) and self.cache.needs_load(tenant, session)
 
     def _begin_following(self, log: str, tenant: str | None) -> None:
         if self._follower is not None:
@@ -324,22 +324,19 @@ class Persistence:
 
     def _prepare(self, records: Sequence[TurnRecord]) -> PreparedSession | None:
         """Index a session's turns in the loader's thread. Return None if one of them cannot be used."""
-        if self._cache is None:
-            return None
         try:
-            return self._cache.prepare([turn_of(record) for record in records])
+            return self.cache.prepare([turn_of(record) for record in records])
         except Exception as error:  # each is tried alone when it is applied, and counted there
             logger.debug("agentspec: a stored session cannot be indexed as a whole: %s", error)
             return None
 
-    def _forget(self, cache: SuffixCache, tenant: str | None) -> None:
+    def _forget(self, tenant: str | None) -> None:
         """Forget a tenant that may hold erased text. Where the start did not wait, its requests make way first."""
-        while not cache.forget_tenant(tenant):
+        while not self.cache.forget_tenant(tenant):
             self._outdated = frozenset([tenant])
             time.sleep(_FORGET_SECONDS)
         self._outdated = frozenset()
 
-
-def _learn_from(cache: SuffixCache, record: TurnRecord) -> None:
-    with contextlib.suppress(Exception):  # restoring it will count that it cannot be used
-        cache.learn_from(turn_of(record, _LEARNED_TOKENS))
+    def _learn_from(self, record: TurnRecord) -> None:
+        with contextlib.suppress(Exception):  # restoring it will count that it cannot be used
+            self.cache.learn_from(turn_of(record, _LEARNED_TOKENS))

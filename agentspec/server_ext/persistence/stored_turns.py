@@ -25,9 +25,10 @@ class StoredTurns:
     The engine's thread calls `apply`, the follower's calls `add`, and any thread may call the others.
     """
 
-    def __init__(self, loader: BackgroundLoader, is_erased: Callable[[str, str], bool]) -> None:
+    def __init__(self, cache: SuffixCache, loader: BackgroundLoader, is_erased: Callable[[str, str], bool]) -> None:
         self.restored = self.followed = self.adopted = 0
         self.refused: Counter[str] = Counter()
+        self._cache = cache
         self._loader = loader
         self._is_erased = is_erased
         self._arrived: Loaded | None = None  # what the loader has delivered,
@@ -62,7 +63,7 @@ class StoredTurns:
         with self._applying:
             pass
 
-    def apply(self, cache: SuffixCache, seconds: float) -> int:
+    def apply(self, seconds: float) -> int:
         """Put loaded turns into the cache until that took so much CPU time of this thread. Return their number.
 
         At least one turn is applied if any are ready, so a turn that takes longer alone exceeds the budget. None is
@@ -73,28 +74,28 @@ class StoredTurns:
         if not self._applying.acquire(blocking=False):
             return 0
         try:
-            return self._apply(cache, seconds)
+            return self._apply(seconds)
         finally:
             self._applying.release()
 
-    def add(self, cache: SuffixCache, log: str, record: TurnRecord) -> None:
+    def add(self, log: str, record: TurnRecord) -> None:
         """Add a turn of another process to what the cache holds of its session, group and tenant."""
         with self._applying:
             if not self._is_erased(log, record.session) and record.session not in self._erasures:
-                self.followed += self._restore(cache, record, held_only=not self._is_loading(log, record))
+                self.followed += self._restore(record, held_only=not self._is_loading(log, record))
 
-    def _apply(self, cache: SuffixCache, seconds: float) -> int:
+    def _apply(self, seconds: float) -> int:
         """Put loaded turns into the cache, as `apply` says. Call it with `_applying` held."""
         count, until = 0, None
         while loaded := self._next_loaded():
             if until is None:
                 until = time.thread_time() + seconds
             if loaded.prepared is not None:
-                self._adopt(cache, loaded, loaded.prepared)
+                self._adopt(loaded, loaded.prepared)
             while self._applied < len(loaded.records):
                 record = loaded.records[self._applied]
                 if record.session not in self._erasures and record.session not in loaded.forgotten:
-                    restored = self._restore(cache, record)
+                    restored = self._restore(record)
                     self.restored += restored
                     count += restored
                 self._applied += 1
@@ -103,7 +104,7 @@ class StoredTurns:
             self._arrived = None
             wanted = loaded.wanted
             if loaded.complete:
-                cache.mark_loaded(wanted.tenant, wanted.session, group=wanted.group, family=wanted.family)
+                self._cache.mark_loaded(wanted.tenant, wanted.session, group=wanted.group, family=wanted.family)
             if time.thread_time() >= until:
                 break
         return count
@@ -113,11 +114,11 @@ class StoredTurns:
             self._arrived, self._applied = self._loader.take(), 0
         return self._arrived
 
-    def _adopt(self, cache: SuffixCache, loaded: Loaded, prepared: PreparedSession) -> None:
+    def _adopt(self, loaded: Loaded, prepared: PreparedSession) -> None:
         loaded.prepared = None
         session = loaded.records[0].session
         if session not in self._erasures and session not in loaded.forgotten:
-            self.adopted += cache.adopt(prepared, turn_of(loaded.records[0]))
+            self.adopted += self._cache.adopt(prepared, turn_of(loaded.records[0]))
 
     def _is_loading(self, log: str, record: TurnRecord) -> bool:
         """Return whether the session, group or family of a turn is being loaded, and may have been read without it.
@@ -132,10 +133,10 @@ class StoredTurns:
         arrived = self._arrived
         return any((arrived and arrived.wanted == one) or self._loader.is_pending(one) for one in wanted)
 
-    def _restore(self, cache: SuffixCache, record: TurnRecord, *, held_only: bool = False) -> bool:
+    def _restore(self, record: TurnRecord, *, held_only: bool = False) -> bool:
         """Put a turn into the cache. Return whether it can be used."""
         try:
-            cache.restore(turn_of(record), held_only=held_only)
+            self._cache.restore(turn_of(record), held_only=held_only)
         except Exception as error:  # e.g. a token that this model does not have
             self.refused[type(error).__name__] += 1
             if self.refused.total() == 1:

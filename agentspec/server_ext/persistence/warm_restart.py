@@ -40,19 +40,19 @@ def snapshot_identity(namespace: str, cache: SuffixCache) -> str:
 
 
 def keep_snapshot(
-    path: Path, cache: SuffixCache, persistence: Persistence, settings: Settings, *, note: Callable[[], bytes]
+    path: Path, persistence: Persistence, settings: Settings, *, note: Callable[[], bytes]
 ) -> "SnapshotKeeper":
     """Return the keeper of an engine's snapshot, within the limits of its store. note: see `SnapshotKeeper`."""
     days = settings.retention_days
     return SnapshotKeeper(
         path,
-        cache,
-        snapshot_identity(persistence.logs.of(settings.tenant), cache),
+        persistence.cache,
+        snapshot_identity(persistence.logs.of(settings.tenant), persistence.cache),
         note=note,
         max_bytes=settings.retention_bytes,
         max_age=None if days is None else days * 86_400,  # beyond it the store may not know any more what was erased
         places=persistence.places,
-        catch_up=lambda places: persistence.catch_up_erasures(cache, places),
+        catch_up=persistence.catch_up_erasures,
     )
 
 

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agentspec.cache import SuffixCache
 from agentspec.server_ext.figures.metrics import Metrics
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
 from agentspec.server_ext.persistence.persistence import Persistence
@@ -22,14 +21,9 @@ class CachedRequests:
     groups: finds the group of a request that names none.
     """
 
-    def __init__(
-        self,
-        cache: SuffixCache,
-        persistence: Persistence,
-        metrics: Metrics,
-        groups: PromptGroups,
-    ) -> None:
-        self._cache, self._persistence, self._metrics, self._groups = cache, persistence, metrics, groups
+    def __init__(self, persistence: Persistence, metrics: Metrics, groups: PromptGroups) -> None:
+        self._cache, self._persistence = persistence.cache, persistence
+        self._metrics, self._groups = metrics, groups
 
     def start(
         self, state: RequestState, new: NewRequest, prompt: Sequence[int] | Int32, response: Sequence[int]
@@ -70,7 +64,7 @@ class CachedRequests:
         if identity.ignored_ids:
             self._metrics.counters["ignored_ids"] += identity.ignored_ids
         family = self._cache.family_of(new.request_id)
-        self._persistence.request_load(self._cache, identity, group=group, family=family)
+        self._persistence.request_load(identity, group=group, family=family)
 
     def keep(self, state: RequestState, output_limit: int | None) -> None:
         """Keep a response, unless it is too short, and send the turn to the store.

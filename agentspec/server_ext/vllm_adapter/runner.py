@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from agentspec.cache.store import LogNames, open_store, snapshot_path
 from agentspec.errors import InvalidInputError, SpeculatorError, first_line
-from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity.server_secrets import keep_secret, server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.persistence.persistence import Persistence
@@ -364,12 +364,12 @@ def _build_engine(vllm_config: Any, settings: Settings, max_draft: int, limits: 
     shares = MemoryShares.of(settings.max_bytes, settings.store)
     store, retention = open_store(settings.store, memory_bytes=shares.store), settings.retention()
     keep_secret(store, secret)
-    persistence = Persistence(store, logs, settings.preload_records, retention, shares.queue)
+    cache = make_cache(settings, vllm_config.model_config.get_vocab_size(), max_draft)
+    persistence = Persistence(cache, store, logs, settings.preload_records, retention, shares.queue)
     number = vllm_config.parallel_config.data_parallel_index
     snapshot = snapshot_path(settings.store, logs.of(settings.tenant), number)
-    vocabulary = vllm_config.model_config.get_vocab_size()
     tokenize = _tokenizer(vllm_config.model_config)
-    return DraftingEngine(settings, persistence, vocabulary, max_draft, limits, snapshot, tokenize)
+    return DraftingEngine(settings, persistence, limits, snapshot, tokenize)
 
 
 def _tokenizer(model_config: Any) -> Tokenize | None:
