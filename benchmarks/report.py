@@ -98,6 +98,17 @@ def positive(text: str) -> int:
     return value
 
 
+def positive_number(text: str) -> float:
+    """Return an option's value as a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
 def names(text: str) -> list[str]:
     """Return an option's value, A,B, as a list."""
     return text.split(",")

@@ -51,6 +51,7 @@ SAMPLE_SECONDS = 2.0
 STALL_SECONDS = 1e-3
 WORK_SECONDS = 4e-4  # what most steps take beside their drafting, on a machine with other work
 WORK_READS = 20_000
+LEAST_DRAFTS = 8  # two in each quarter, for a mean and its error
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -197,15 +198,15 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the soak. Returns 1 if a check fails, 2 for input that cannot work."""
+    """Run the soak. Returns 1 if a check fails or the run does, 2 for input that cannot work."""
     options = _parser().parse_args(arguments)
     stores = ("redis", "sqlite") if options.store == "both" else (options.store,)
     try:
         runs = [soak(store, 60 * options.minutes / len(stores), options) for store in stores]
+        rows = [row for run in runs for row in checks(run, options)]
     except AgentSpecError as error:
         say(f"error: {error}")
         return 1
-    rows = [row for run in runs for row in checks(run, options)]
     if options.json:
         print_json(rows)
     else:
@@ -342,7 +343,9 @@ def _held(store: Store) -> tuple[set[str | None], float]:
 
 
 def checks(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the promises, what was measured, and whether they were kept."""
+    """Return the promises, what was measured, and whether they were kept. Raises AgentSpecError for too short a run."""
+    if len(run.samples) < 3 or len(run.said.drafts) < LEAST_DRAFTS:
+        raise AgentSpecError(f"{run.store}: too few answers to compare; let it run longer (--minutes)")
     samples, writer = run.samples, run.stats["store"]["writer"]
     beside = run.stats["seconds"]["beside"]
     stalls = sum(count for bound, count in zip([*beside["bounds"], float("inf")], beside["counts"], strict=True)
@@ -380,8 +383,6 @@ def checks(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
 def _drift(rates: list[float]) -> tuple[float, float]:
     """Return the mean of the last quarter over that of the second, when memory was full, and two standard errors."""
     part = len(rates) // 4
-    if part < 2:
-        raise AgentSpecError("too few answers to compare; let it run longer")
     first, last = rates[part : 2 * part], rates[-part:]
     ratio = statistics.fmean(last) / statistics.fmean(first)
     shares = [statistics.stdev(some) / statistics.fmean(some) for some in (first, last)]
@@ -399,7 +400,7 @@ def _mark(met: bool) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--minutes", type=float, default=60.0, help="how long, both stores together (%(default)g)")
+    add("--minutes", type=report.positive_number, default=60.0, help="how long, both stores together (%(default)g)")
     add("--store", choices=("redis", "sqlite", "both"), default="both", help="(%(default)s)")
     add("--max-bytes", type=report.positive, default=4_000_000, help="the server's memory budget (%(default)s)")
     add("--store-bytes", type=report.positive, default=8_000_000, help="the limit of its store (%(default)s)")

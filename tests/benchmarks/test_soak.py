@@ -58,6 +58,23 @@ def test_every_broken_promise_is_noticed() -> None:
         assert len(unmet(run)) == count, unmet(run)
 
 
+def test_a_run_that_is_too_short_to_judge_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = kept_promises()
+    for short in (
+        dataclasses.replace(run, samples=run.samples[:2]),
+        dataclasses.replace(run, said=Said(drafts=run.said.drafts[:7])),
+    ):
+        monkeypatch.setattr(soak, "soak", lambda *_, run=short: run)
+        assert soak.main(["--minutes", ".1", "--store", "redis"]) == 1
+        assert "error: redis: too few answers to compare; let it run longer" in capsys.readouterr().err
+    for minutes in ("0", "-1", "nan", "inf", "an hour"):
+        with pytest.raises(SystemExit):
+            soak.main(["--minutes", minutes])
+        assert "--minutes: must be a number above 0" in capsys.readouterr().err
+
+
 def test_lost_and_erased_sessions_are_found_in_the_store() -> None:
     store = MemoryStore()
     for number, name in enumerate(("a", "b", "c")):
