@@ -18,7 +18,7 @@ from typing import Any
 
 import engines
 import numpy as np
-from report import exit_status, positive, print_json, print_table, say
+from report import exit_status, positive, positive_number, print_json, print_table, say
 from trace_files import VOCABULARY, records
 
 from agentspec.cache import SuffixCache
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Measure and print."""
-    recorded = islice(records(options.traces, options.workload), options.calls)
+    said = (record for record in records(options.traces, options.workload) if len(record["response"]))
+    recorded = islice(said, options.calls)
     sessions = [list(turns) for _, turns in groupby(recorded, key=lambda record: str(record["session"]))]
     rows: list[dict[str, Any]] = []
     for batch in options.batch:
@@ -137,9 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = engines.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines.add_recording(parser)
     add = parser.add_argument
-    add("--calls", type=positive, default=200, help="the first so many (%(default)s)")
+    add("--calls", type=positive, default=200, help="the first so many that have a response (%(default)s)")
     add("--batch", type=positive, nargs="+", default=[1, 8, 32], metavar="B", help="sessions at once")
-    add("--step", type=float, default=6.0, metavar="MS", help="length of a step beside the call (%(default)s)")
+    add("--step", type=positive_number, default=6.0, metavar="MS", help="time of a step beside the call (%(default)s)")
     return parser
 
 

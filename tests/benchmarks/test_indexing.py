@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import indexing  # isort: skip
+import trace_files  # isort: skip
 
 
 def test_a_thread_makes_a_long_prompt_known_sooner() -> None:
@@ -23,3 +24,24 @@ def test_all_turns_are_replayed(traces: Path, capsys: pytest.CaptureFixture[str]
     assert indexing.main(arguments) == 0
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) == 8 and all(row["value"] > 0 for row in rows)
+
+
+def test_a_call_without_a_response_counts_as_none(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--traces", str(traces), "--workload", "chat_mtbench", "--batch", "1", "--step", "0.1", "--json"]
+
+    def figures() -> dict[str, float]:
+        assert indexing.main(arguments) == 0
+        return {row["figure"]: row["value"] for row in json.loads(capsys.readouterr().out)}
+
+    name, before = "batch 1, steps alone, tokens a step", figures()
+    said = (traces / "load.py").read_text()
+    silent = 'yield {"session": "silent", "prompt": [1, 2], "response": []}'
+    (traces / "load.py").write_text(said.replace("    for line", f"    {silent}\n    for line"))
+    trace_files._module.cache_clear()
+    assert figures()[name] == before[name]
+
+
+def test_a_step_takes_some_time(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        indexing.main(["--traces", str(traces), "--workload", "chat_mtbench", "--step", "-1"])
+    assert "--step: must be a number above 0" in capsys.readouterr().err
