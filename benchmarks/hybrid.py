@@ -36,12 +36,11 @@ from typing import Any
 
 import numpy as np
 from fusion_rules import fix_prices, fix_threshold
-from report import machine, names, print_json, print_table, say, speed_ratio
+from report import ROOT, machine, names, positive, print_json, print_table, say, speed_ratio
 
 from agentspec.testing.replay import Call, ReplayEngine, ReplayResult, fitting_length
 from agentspec.testing.replay import compare as take_turns
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that the demo's tasks can be imported
 
 MAX_DRAFT = 16
@@ -264,9 +263,9 @@ def compare(load: str, methods: dict[str, ReplayResult], prices: Prices | None =
         rate = (lambda name: methods[name].tokens_per_second) if prices is None else lambda n: prices.rate(methods[n])
         return max((name for name in parts if name in methods), key=rate)
 
-    pairs = []
-    if "hybrid" in methods:
-        pairs += [("hybrid / best single", "hybrid", better(SINGLE)), ("judging", "hybrid", "hybrid, not judging")]
+    pairs = [("judging", "hybrid", "hybrid, not judging")]
+    if "hybrid" in methods and methods.keys() & set(SINGLE):
+        pairs.insert(0, ("hybrid / best single", "hybrid", better(SINGLE)))
     for drafter in DRAFTERS:
         both = f"{drafter}+trees"
         if both in methods and {drafter, "suffix"} <= methods.keys():
@@ -301,9 +300,9 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", type=Path, default=ROOT / "demo" / "model", help="the target (%(default)s)")
     add("--speculator", type=Path, default=ROOT / "demo" / "drafter", help="trained for it (%(default)s)")
     add("--methods", type=names, default=DEFAULT_METHODS, metavar="A,B", help=f"of {', '.join(METHODS)}")
-    add("--sessions", type=int, default=12, metavar="N", help="sessions a workload (%(default)s)")
-    add("--batch", type=int, default=1, metavar="B", help="requests in flight (%(default)s)")
-    add("--layers", type=int, metavar="N", help="of the target (default: as many as it has)")
+    add("--sessions", type=positive, default=12, metavar="N", help="sessions a workload (%(default)s)")
+    add("--batch", type=positive, default=1, metavar="B", help="requests in flight (%(default)s)")
+    add("--layers", type=positive, metavar="N", help="of the target (default: as many as it has)")
     add("--verify-price", type=float, metavar="P", help="of one more draft token, as a share of a decode step")
     add("--pass-price", type=float, metavar="P", help="of a pass of vLLM's drafter, as a share of a decode step")
     add("--json", action="store_true", help="print one JSON object instead of tables")
@@ -320,7 +319,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _print(rows: Sequence[dict[str, Any]], ratios: Sequence[dict[str, Any]]) -> None:
-    for title, items in (("Suffix index, a draft model, and both", rows), ("The hybrid", ratios)):
+    tables = [("Suffix index, a draft model, and both", rows), ("The hybrid", ratios)]
+    for title, items in tables if ratios else tables[:1]:  # without methods to compare there are no ratios
         columns = [name for name in items[0] if name != "accepted_by_source"]
         cells = [[str(item[name]) for name in columns] for item in items]
         headings = [name.replace("_", " ") for name in columns]

@@ -6,6 +6,7 @@ import fusion_rules
 import hybrid
 import numpy as np
 import pytest
+from report import ROOT
 
 from agentspec.testing.replay import ReplayResult
 
@@ -44,6 +45,13 @@ def test_a_drafter_beside_the_suffix_indexes_is_set_against_its_better_part_and_
     assert (rule["figure"], rule["ratio"], rule["steps_ratio"]) == ("eagle3+trees / threshold", 1.2, 1.25)
 
 
+def test_methods_that_nothing_is_set_against_have_figures_and_no_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    for methods in ({"hybrid": measured([1.0])}, {"none": measured([1.0]), "eagle3": measured([1.0])}):
+        assert hybrid.compare("mixed", methods) == []
+        hybrid._print([hybrid.row("mixed", name, found) for name, found in methods.items()], [])
+        assert set(methods) <= set(capsys.readouterr().out.split())
+
+
 def test_prices_decide_and_not_the_clock() -> None:
     prices = hybrid.Prices(0.1, 0.5)
     suffix = ReplayResult(tokens=100, steps=50, drafted=100, seconds=1.0)
@@ -63,6 +71,7 @@ def test_prices_decide_and_not_the_clock() -> None:
         (["--methods", "none,eagle4"], "eagle4 is not known"),
         (["--pass-price", ".1"], "give both or none"),
         (["--verify-price", ".1", "--pass-price", ".1", "--batch", "2"], "one request at a time"),
+        (["--sessions", "0"], "must be a whole number of at least 1"),
     ],
 )
 def test_options_that_cannot_work_are_refused(
@@ -92,7 +101,7 @@ def test_added_layers_change_no_answer(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = hybrid.ROOT / "demo" / "model"
+    model = ROOT / "demo" / "model"
     deep = hybrid.deepen(model, 6, tmp_path / "deep")
     tokens = torch.tensor([[40, 41, 42, 43]])
     one, other = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (model, deep))
