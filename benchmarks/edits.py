@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from report import exit_status, positive, print_json
 from trace_files import Tokens
 
 from agentspec.cache import DraftPolicy, SuffixCache
 from agentspec.cache.types import MAX_QUOTABLE
+from agentspec.errors import ConfigurationError
 from agentspec.server_ext.api.quotes import Quotes
 from agentspec.simulate import Call, simulate
 
@@ -113,11 +115,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repo", type=Path, action="append", required=True, metavar="DIR", help="a git repository")
     parser.add_argument("--tokenizer", required=True, help="transformers' folder or hub id, or a tekken….json")
-    parser.add_argument("--calls", type=int, default=350, help="of each repository (%(default)s)")
+    parser.add_argument("--calls", type=positive, default=350, help="of each repository (%(default)s)")
     parser.add_argument("--others", type=int, default=0, metavar="N", help="other files that the prompt shows, too")
     parser.add_argument("--traces", type=Path, metavar="OUT", help="write the calls into this folder")
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     options = parser.parse_args(arguments)
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Replay the commits and print. Raises ConfigurationError for a repository without a commit to replay."""
     tokenizer = open_tokenizer(options.tokenizer)
     edits: dict[str, list[Edit]] = {}
     for repo in options.repo:
@@ -131,6 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for view, shown in shown_as.items():
                     edit = Edit(f"{repo.name}/{name}", subject, shown, form, response)
                     edits.setdefault(f"{view}_{form}", []).append(edit)
+    if not edits:
+        folders = ", ".join(map(str, options.repo))
+        raise ConfigurationError(f"--repo {folders}: no commit changes a file of {', '.join(ENDINGS)}")
     rows = []
     for kind, of_kind in edits.items():
         calls = [call_of(number, edit, tokenizer) for number, edit in enumerate(of_kind, 1)]
@@ -142,8 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if not options.json:
                     print(LINE.format(**rows[-1]), flush=True)
     if options.json:
-        print(json.dumps(rows, indent=1))
-    return 0
+        print_json(rows)
 
 
 def open_tokenizer(name: str) -> Any:
@@ -156,10 +165,15 @@ def open_tokenizer(name: str) -> Any:
 
 
 def changes(repo: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each file that a commit changed: its name, its text before and after, the commit's subject."""
+    """Yield each file that a commit changed: its name, its text before and after, the commit's subject.
+
+    Raises ConfigurationError where git cannot read the repository.
+    """
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(repo), *words], capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            raise ConfigurationError(f"--repo {repo}: git {words[0]} fails: {done.stderr.strip()}")
         return done.stdout
 
     log = git("log", "--no-merges", "--reverse", "--pretty=%H%x09%s", f"-n{COMMITS}")

@@ -1,6 +1,7 @@
 """The replay of commits: every form of an edit, what quoting brings, and the folder for the other benchmarks."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,16 @@ import edits  # isort: skip
 
 VIEWS, FORMS = ("numbered", "plain", "result"), ("diff", "json", "patch", "tags", "whole")
 MODEL = Path(__file__).parents[2] / "demo" / "model"
+
+
+def test_a_folder_with_nothing_to_replay_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--repo", str(tmp_path), "--tokenizer", str(MODEL)]
+    assert edits.main(asked) == 2
+    assert re.search(f"error: --repo {tmp_path}: git log fails: .*not a git repository", capsys.readouterr().err)
+    for words in (("init", "-q"), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-qm", "x")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    assert edits.main(asked) == 2
+    assert f"error: --repo {tmp_path}: no commit changes a file of .py" in capsys.readouterr().err
 
 
 def test_commits_become_calls_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
