@@ -82,6 +82,11 @@ def short_calls(options: argparse.Namespace, workload: str) -> Iterator[Call]:
         )
 
 
+def no_short_calls(options: argparse.Namespace, workload: str) -> ConfigurationError:
+    """Return the error of a workload of which `short_calls` yields nothing."""
+    return ConfigurationError(f"--max-prompt {options.max_prompt}: no call of {workload} has a prompt that short")
+
+
 def start_engines(
     options: argparse.Namespace,
     stack: ExitStack,

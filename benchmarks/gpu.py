@@ -85,6 +85,7 @@ def read_calls(options: argparse.Namespace, workload: str, batch: int) -> list[C
     """Return the workload's first calls, in file order, with enough tokens for the batch size.
 
     Every token id is shifted by a number that belongs to the batch size, which keeps every repetition within a cell.
+    Raises ConfigurationError where no prompt is short enough.
     """
     shift = 1_009 * batch
     calls: list[Call] = []
@@ -101,6 +102,8 @@ def read_calls(options: argparse.Namespace, workload: str, batch: int) -> list[C
         wanted -= len(call.response)
         if wanted <= 0:
             break
+    if not calls:
+        raise engines.no_short_calls(options, workload)
     return calls
 
 

@@ -112,9 +112,7 @@ def read_calls(options: argparse.Namespace) -> list[Call]:
     """Return the first ``--calls`` calls with a short enough prompt. Raises ConfigurationError naming the option."""
     calls = list(islice(engines.short_calls(options, options.workload), options.calls))
     if not calls:
-        raise ConfigurationError(
-            f"--max-prompt {options.max_prompt}: no call of {options.workload} has a prompt that short"
-        )
+        raise engines.no_short_calls(options, options.workload)
     if len(calls) < options.calls:
         say(f"only {len(calls)} of the {options.calls} calls asked for have a prompt of at most {options.max_prompt}")
     return calls

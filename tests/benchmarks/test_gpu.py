@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import trace_files
 
+from agentspec.errors import ConfigurationError
 from agentspec.testing.replay import Call, ModelShape, ReplayResult
 from agentspec.testing.replay_types import speculative_config
 
@@ -29,6 +30,14 @@ def test_batch_sizes_have_token_ids_of_their_own(monkeypatch: pytest.MonkeyPatch
     for call in (*one, *eight):
         assert call.prompt.dtype == np.int32 and call.prompt.max() < trace_files.VOCABULARY
         assert call.prompt[0] == call.prompt[2] != call.prompt[1] == call.prompt[3]  # what repeated still repeats
+
+
+def test_a_workload_without_short_prompts_is_named(
+    monkeypatch: pytest.MonkeyPatch, options: argparse.Namespace
+) -> None:
+    monkeypatch.setattr(engines, "short_calls", lambda options, workload: iter([]))
+    with pytest.raises(ConfigurationError, match="--max-prompt 100: no call of any has a prompt that short"):
+        gpu.read_calls(options, "any", 1)
 
 
 def test_a_row_compares_with_agentspec() -> None:
