@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import engines
@@ -24,6 +25,7 @@ from trace_files import samples_by_problem
 from agentspec.cache import SuffixCache
 from agentspec.cache.core import without_clock
 from agentspec.cache.policy import MAX_DRAFT
+from agentspec.errors import ConfigurationError
 from agentspec.server_ext.pricing.step_cost import HIGHEST_COST, LOWEST_COST
 
 WORKLOAD, SAMPLES, EPOCHS = "rollouts_codegen", 8, 2
@@ -60,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @without_clock()
 def run(options: argparse.Namespace) -> None:
     """Count and print."""
-    found = islice(samples_by_problem(options.traces, options.workload), options.problems)
-    problems = [samples[: SAMPLES * EPOCHS] for samples in found]
+    problems = read_problems(options.traces, options.workload, options.problems)
     rows: list[dict[str, Any]] = []
     for batch in options.batch:
         for fixed in FIXED:
@@ -78,6 +79,16 @@ def run(options: argparse.Namespace) -> None:
     else:
         cells = [[str(row["figure"]), str(row["value"])] for row in rows]
         print_table("time over that of one price", ("rule", "ratio"), cells, left=("rule",))
+
+
+def read_problems(traces: Path, workload: str, count: int) -> list[Problem]:
+    """Return the first problems that have samples for all epochs. Raises ConfigurationError if there is none."""
+    wanted = SAMPLES * EPOCHS
+    enough = (samples[:wanted] for samples in samples_by_problem(traces, workload) if len(samples) >= wanted)
+    problems = list(islice(enough, count))
+    if not problems:
+        raise ConfigurationError(f"--workload {workload}: no problem has {wanted} samples")
+    return problems
 
 
 Share = Callable[[Mapping[str, float]], float | Mapping[str, float]]
