@@ -79,7 +79,7 @@ def build(folder: Path | None = None) -> Path:
     The folder is named after version and interpreter, and appears only when it is complete.
     Raises PeerUnavailableError.
     """
-    root = folder or default_folder()
+    root = (folder or default_folder()).absolute()  # CMake takes a relative path from its own build folder
     done = root / f"{VERSION}-{sysconfig.get_config_var('SOABI')}"
     if done.is_dir():
         return done

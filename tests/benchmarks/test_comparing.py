@@ -248,6 +248,22 @@ def test_another_package_than_the_pinned_one_is_refused(tmp_path: Path, monkeypa
         arctic.build(tmp_path)
 
 
+def test_a_relative_folder_is_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    built: list[Path] = []
+
+    def lay_out(source: Path, module: Path) -> Path:
+        module.mkdir()
+        return module
+
+    monkeypatch.setattr(arctic, "_fetch", lambda scratch, root: scratch)
+    monkeypatch.setattr(arctic, "_unpack", lambda archive, scratch: scratch)
+    monkeypatch.setattr(arctic, "_lay_out", lay_out)
+    monkeypatch.setattr(arctic, "_compile", lambda source, build, target: built.append(target))
+    assert arctic.build(Path("peer")).parent == tmp_path / "peer"
+    assert built[0].is_relative_to(tmp_path), "CMake would put it into its build folder"
+
+
 def test_a_missing_cmake_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
