@@ -3,10 +3,11 @@
 #   setup.sh environment VENV   Python packages, vLLM included (its CPU build where there is no CUDA)
 #   setup.sh package VENV       agentspec itself and its core, for which it needs a C++ compiler
 #   setup.sh redis VENV         a redis-server for the tests
-#   setup.sh clients VENV       the coding agents in tests/clients/package.json, in .clients; nothing where there is no Node.js
-#   setup.sh vllm VENV VERSION  beside .venv, an environment with another vLLM's CPU build, and agentspec; what .venv has in
-#                               the version that this vLLM wants (torch, mostly) is used from there. Where there is no
-#                               such build: that vLLM's Python code on the CPU kernels of .venv
+#   setup.sh clients VENV       the coding agents in tests/clients/package.json, in .clients; nothing where there is no
+#                               Node.js
+#   setup.sh vllm VENV VERSION  beside .venv, an environment with another vLLM's CPU build, and agentspec; it uses what
+#                               .venv has in the version that this vLLM wants (torch, mostly). Where there is no such
+#                               build: that vLLM's Python code on the CPU kernels of .venv
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=$1 venv=$2
@@ -31,7 +32,8 @@ run() {
 apt_install() {
   command -v "$1" >/dev/null && return 0
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    run "installing $2 (apt)" sh -c "apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q $2" || true
+    run "installing $2 (apt)" \
+      sh -c "apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q $2" || true
   fi
   command -v "$1" >/dev/null && return 0
   say "$1 is missing; install it with: sudo apt-get install $2"
@@ -56,8 +58,10 @@ environment() {
     exit 1
   }
   : >"$log"
-  [ -x "$venv/bin/python" ] || has_room || exit 1
-  [ -x "$venv/bin/python" ] || run "creating $venv" "$python" -m venv "$venv"
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none, or one whose making was cut off before pip
+    has_room || exit 1
+    run "creating $venv" "$python" -m venv "$venv"
+  fi
   local pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
   if has_cuda; then
     run "1/2 vLLM (CUDA build, several GB)" "${pip[@]}" "vllm>=0.32,<0.33"
@@ -100,8 +104,10 @@ vllm() {
   else
     package=vllm
     say "vLLM $version has no CPU build: its Python code on the CPU kernels of .venv"
-    run "vLLM $version" "$venv/bin/python" -m pip download --disable-pip-version-check --no-deps -d "$venv/wheel" "vllm==$version"
-    run "unpacking it" "$venv/bin/python" scripts/vllm_on_kernels.py "$venv"/wheel/vllm-*.whl "$site" "$(cat "$site/shared.pth")/vllm"
+    run "vLLM $version" \
+      "$venv/bin/python" -m pip download --disable-pip-version-check --no-deps -d "$venv/wheel" "vllm==$version"
+    run "unpacking it" "$venv/bin/python" scripts/vllm_on_kernels.py \
+      "$venv"/wheel/vllm-*.whl "$site" "$(cat "$site/shared.pth")/vllm"
     rm -r "$venv/wheel"
   fi
   "$venv/bin/python" scripts/requirements_of.py "$package" >"$venv/requirements.txt"
