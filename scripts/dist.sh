@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks the release workflow, then builds dist/: the sdist and, from it, manylinux wheels: one for Python 3.11 and one, by the stable ABI, for 3.12 to 3.14.
-# Then installs each wheel, in a fresh environment from which no compiler can be found, on every Python here that it
-# serves, and runs tests/packaging/test_installed.py there.
+# Checks the release workflow, then builds dist/: the sdist and, from it, manylinux wheels: one for Python 3.11 and one,
+# by the stable ABI, for 3.12 to 3.14. Then installs each wheel, in a fresh environment from which no compiler can be
+# found, on every Python here that it serves, and runs tests/packaging/test_installed.py there.
 #   scripts/dist.sh [PYTHON...]   the interpreters; default: all of Python 3.11 to 3.14 on PATH or under pyenv
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -13,7 +13,7 @@ say() { printf '\033[1m%s\033[0m %s\n' "[dist]" "$*" >&2; }
 # Prints the first interpreter of Python 3.$1 that runs; nothing where there is none.
 find_python() {
   local candidate
-  for candidate in "python3.$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3."$1".*/bin/python; do
+  for candidate in "python3.$1" "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3."$1".*/bin/python; do
     if "$candidate" -c "import sys, venv; sys.exit(sys.version_info[:2] != (3, $1))" >/dev/null 2>&1; then
       printf '%s\n' "$candidate"
       return
@@ -68,7 +68,8 @@ say "checking the release workflow"
 "$tools/actionlint" "$root"/.github/workflows/*.yml
 
 say "building the sdist"
-"$tools/python" -m build --sdist --outdir "$root/dist" "$root" >"$work/sdist.log" 2>&1 || { tail -n 30 "$work/sdist.log"; exit 1; }
+"$tools/python" -m build --sdist --outdir "$root/dist" "$root" >"$work/sdist.log" 2>&1 ||
+  { tail -n 30 "$work/sdist.log"; exit 1; }
 sdist=$(echo "$root"/dist/*.tar.gz)
 
 stable=  # the wheel of the stable ABI, once it is built

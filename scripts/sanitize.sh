@@ -10,8 +10,8 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 work=$root/build/sanitize-$kind
 python=$venv/bin/python
 
-PATH="$venv/bin:$PATH" cmake -S "$root" -B "$work/build" -DAGENTSPEC_SANITIZE="$kind" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-  -DPython_EXECUTABLE="$python" > /dev/null
+PATH="$venv/bin:$PATH" cmake -S "$root" -B "$work/build" -DAGENTSPEC_SANITIZE="$kind" \
+  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$python" > /dev/null
 cmake --build "$work/build" --parallel 2 > /dev/null
 
 # A copy of the package with that core; -S keeps the installed one away.
@@ -26,7 +26,8 @@ site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 cd "$work/tree"
 # Reports go to the real stderr.
 [ $# -gt 0 ] || set -- -m pytest -q -p no:cacheprovider --capture=sys tests/cache --ignore tests/cache/test_stalls.py
-# Python itself never frees some of its memory, so leaks are not looked for here. libstdc++ comes with the runtime, which
-# otherwise does not find what throws.
-env PYTHONPATH="$work/tree:$site" PYTHONDONTWRITEBYTECODE=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-  TSAN_OPTIONS=report_signal_unsafe=0 LD_PRELOAD="$(g++ -print-file-name="${runtimes[$kind]}") $(g++ -print-file-name=libstdc++.so)" "$python" -S "$@"
+# Python itself never frees some of its memory, so leaks are not looked for here. libstdc++ comes with the runtime,
+# which otherwise does not find what throws.
+preload="$(g++ -print-file-name="${runtimes[$kind]}") $(g++ -print-file-name=libstdc++.so)"
+env PYTHONPATH="$work/tree:$site" PYTHONDONTWRITEBYTECODE=1 ASAN_OPTIONS=detect_leaks=0 \
+  UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=report_signal_unsafe=0 LD_PRELOAD="$preload" "$python" -S "$@"
