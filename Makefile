@@ -1,5 +1,5 @@
-# `make demo` runs the main job, `make test` the tests, `make test-ranks` and `make test-store` those that take long. Each
-# sets up what it needs in .venv.
+# `make demo` runs the main job, `make test` the tests, `make test-ranks` and `make test-store` those that take long.
+# Each sets up what it needs in .venv.
 PYTHON ?= python3
 VENV := .venv
 TESTS ?= tests/end_to_end
@@ -7,7 +7,8 @@ MARKS ?= engine and not store and not rl and not drafters and not clients
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help demo test test-ranks test-store test-rl test-drafters test-clients check dist test-vllm sanitize fuzz format setup fast-test clean
+.PHONY: help demo test test-ranks test-store test-rl test-drafters test-clients fast-test check dist test-vllm \
+  sanitize fuzz format setup clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -80,4 +81,4 @@ $(VENV)/.redis: scripts/setup.sh $(VENV)/.ready
 	@bash scripts/setup.sh clients $(VENV)
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-vllm-* .clients build dist demo_results
+	rm -rf $(VENV) $(VENV).log $(VENV)-vllm-* .clients build dist demo_results
