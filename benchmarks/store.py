@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import redis
 from replica_process import NAMES, RESPONSE, STEP_SECONDS, VOCABULARY, Process
-from report import print_json, print_table, rounded, save, say
+from report import names, positive, positive_number, print_json, print_table, rounded, save, say
 from trace_files import WORKLOADS, Tokens, calls, documents
 
 from agentspec.cache import SuffixCache
@@ -291,14 +291,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and .tok.npz")
-    add("--replicas", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4, 8], metavar="N,M")
-    add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS), metavar="A,B", help="for the bytes")
-    add("--seconds", type=float, default=20.0, help="how long the replicas serve (%(default)s)")
-    add("--documents", type=int, default=6_000, help="recorded responses to serve from (%(default)s)")
+    add("--replicas", type=_counts, default=[2, 4, 8], metavar="N,M", help="how many share a Redis server (2,4,8)")
+    add("--workloads", type=names, default=list(WORKLOADS), metavar="A,B", help="for the bytes")
+    add("--seconds", type=positive_number, default=20.0, help="how long the replicas serve (%(default)s)")
+    add("--documents", type=positive, default=6_000, help="recorded responses to serve from (%(default)s)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     form.add_argument("--save", action="store_true", help="write results/store.json too")
     return parser
+
+
+def _counts(text: str) -> list[int]:
+    counts = [positive(part) for part in text.split(",")]
+    if min(counts) < 2:
+        raise argparse.ArgumentTypeError(f"one replica shares with nobody, got {text!r}")
+    return counts
 
 
 if __name__ == "__main__":
