@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import exit_status, print_json, print_table, say
+from report import exit_status, positive, print_json, print_table, say
 
 from agentspec.cache import Scope
 from agentspec.errors import ConfigurationError
@@ -228,14 +228,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, metavar="DIR", help="a model folder (default: a small Llama with random weights)")
-    add("--hidden", type=int, default=64, help="hidden size of the random model, a multiple of 32 (%(default)s)")
-    add("--layers", type=int, default=2, help="its layers (%(default)s)")
-    add("--batch", type=int, nargs="+", default=[1, 8, 64], metavar="B", help="batch sizes (1 8 64)")
-    add("--launches", type=int, default=9, help="how often the engines start anew (%(default)s)")
-    add("--rounds", type=int, default=6, help="turns of each engine in a launch (%(default)s)")
-    add("--prompt", type=int, default=256, help="tokens of a prompt (%(default)s)")
-    add("--response", type=int, default=64, help="tokens of a response (%(default)s)")
-    add("--max-draft", type=int, metavar="K", help="agentspec's draft limit (default: what the engine can verify)")
+    add("--hidden", type=positive, default=64, help="hidden size of the random model, a multiple of 32 (%(default)s)")
+    add("--layers", type=positive, default=2, help="its layers (%(default)s)")
+    add("--batch", type=positive, nargs="+", default=[1, 8, 64], metavar="B", help="batch sizes (1 8 64)")
+    add("--launches", type=positive, default=9, help="how often the engines start anew (%(default)s)")
+    add("--rounds", type=positive, default=6, help="turns of each engine in a launch (%(default)s)")
+    add("--prompt", type=positive, default=256, help="tokens of a prompt (%(default)s)")
+    add("--response", type=positive, default=64, help="tokens of a response (%(default)s)")
+    add("--max-draft", type=positive, metavar="K", help="agentspec's draft limit (default: what the engine can verify)")
     add("--seed", type=int, default=0, help="of the token streams (%(default)s)")
     add("--json", action="store_true", help="print a JSON list, one object a batch size, instead of a table")
     return parser
