@@ -9,6 +9,7 @@ over agentspec's.
 
 import argparse
 import gc
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -356,7 +357,7 @@ def _growth(action: Callable[[], object]) -> int:
 
 def _resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":
