@@ -24,6 +24,7 @@ from report import say
 from trace_files import Tokens, calls, fingerprint
 
 from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.files import replacing
 
 TENANT = "bench"
 DEPTH = 64
@@ -207,7 +208,8 @@ class OtherDrafters:
         say(f"{workload}: computing {name}")
         found = compute()
         folder.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps({key: asdict(counts) for key, counts in found.items()}, indent=1))
+        with replacing(kept) as part:
+            part.write_text(json.dumps({key: asdict(counts) for key, counts in found.items()}, indent=1))
         return found
 
     def _suffix(self, workload: str, settings: Mapping[str, Setting]) -> dict[str, Counts]:

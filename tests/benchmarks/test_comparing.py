@@ -184,6 +184,23 @@ def test_the_peers_settings_are_counted_in_one_pass(
     assert drafters.OtherDrafters(traces, tmp_path).settings("chat_mtbench") == counts
 
 
+def test_counts_that_could_not_be_written_whole_are_not_kept(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arctic, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_Cache))
+    peers = drafters.OtherDrafters(traces, tmp_path / "peer")
+
+    def half(path: Path, text: str) -> None:
+        path.write_bytes(text.encode()[:9])
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="No space"):
+            peers.settings("chat_mtbench")
+    assert len(peers.settings("chat_mtbench")) == 12
+
+
 def test_every_rival_is_counted_with_its_own_defaults(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
