@@ -171,10 +171,9 @@ def print_json(value: object) -> None:
 
 def save(name: str, kind: str, content: Mapping[str, Any]) -> None:
     """Write results/NAME.json, which plot.py reads, with the commit, date and machine in front."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     where = {
         "kind": kind,
-        "commit": commit.stdout.strip(),
+        "commit": _commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
     }
@@ -182,6 +181,15 @@ def save(name: str, kind: str, content: Mapping[str, Any]) -> None:
     path = RESULTS / f"{name}.json"
     path.write_text(_lines({**where, **content}), encoding="utf-8")
     say(f"wrote {path.relative_to(ROOT)}")
+
+
+def _commit() -> str:
+    """Return the checkout's commit; "" without git, so that hours of measuring are not lost for want of it."""
+    try:
+        told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return told.stdout.strip()
 
 
 def _lines(result: Mapping[str, Any]) -> str:
@@ -201,8 +209,12 @@ def machine() -> str:
 
 
 def rounded(item: Mapping[str, object]) -> dict[str, object]:
-    """Return the object with its floats at five digits."""
-    return {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in item.items()}
+    """Return the object with its floats at five digits, and None for those that JSON has no number for."""
+    return {name: _five_digits(value) if isinstance(value, float) else value for name, value in item.items()}
+
+
+def _five_digits(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def _text(value: float | None) -> str:

@@ -55,6 +55,19 @@ def test_json_is_a_list_of_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert (second["ours"], second["peer"], second["met"]) == (1.2346, None, None)
 
 
+def test_what_never_came_is_null_in_json() -> None:
+    assert report.rounded({"figure": "ms", "value": float("inf")}) == {"figure": "ms", "value": None}
+
+
+def test_a_result_is_written_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    report.save("name", "counts", {"rows": []})
+    result = json.loads((tmp_path / "name.json").read_text())
+    assert (result["kind"], result["commit"], result["rows"]) == ("counts", "", [])
+
+
 def test_documents_go_on_with_other_token_ids(traces: Path) -> None:
     recorded = 3 * len(trace_files.WORKLOADS)
     source = trace_files.documents(traces)
