@@ -13,28 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from plot_parts import BLUE, GRAY, ORANGE, RED, STYLE, draw_bars, line_at_one, new_figure, new_panels
 from report import RESULTS, ROOT, say
 
-BLUE, ORANGE, RED, GRAY = "#0072B2", "#E69F00", "#D55E00", "#999999"
-"""Colours of Okabe and Ito, which colour-blind readers tell apart."""
-STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "agentspec",
-    "svg.fonttype": "path",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-    "legend.frameon": False,
-}
 WORKLOADS = {
     "swe_gemini3": "SWE\nagent",
     "react_hotpot": "ReAct\nagent",
@@ -43,8 +27,26 @@ WORKLOADS = {
     "refine_code_uniq": "refining\ncode",
     "refine_code_ldb": "refining code,\nanswers repeat",
 }
-Bars = Sequence[tuple[str, str, Sequence[float]]]
-"""Bars of a plot: (label, colour, one height for each group)."""
+MICRO = "µ"
+SPREADS = (
+    ("turn by turn", True, "turns go around, shared", BLUE, "-"),
+    ("by session", True, "sessions stay, shared", "#56B4E9", "-"),
+    ("by session", False, "sessions stay, not shared", ORANGE, "--"),
+    ("turn by turn", False, "turns go around, not shared", RED, "--"),
+)
+METHODS = {
+    "agentspec": ("agentspec", BLUE),
+    "suffix, best of 12": ("ArcticInference's rule, best of 12 settings", ORANGE),
+    "suffix, default": ("ArcticInference's rule, default", RED),
+    "ngram": ("n-gram", GRAY),
+}
+ROLLOUTS = {
+    "priced": ("agentspec, told the price", BLUE, "-"),
+    "agentspec": ("agentspec, price measured", "#56B4E9", "-"),
+    "off": ("agentspec, history off", "#56B4E9", ":"),
+    "suffix": ("vLLM suffix (ArcticInference)", ORANGE, "-"),
+    "ngram": ("vLLM ngram", GRAY, "-"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +82,7 @@ def load(name: str) -> dict[str, Any]:
 
 def plot_results() -> Figure:
     """Draw the picture of the README: real vLLM, many sessions (simulated), and the index."""
-    figure, axes = _figure(12.5, 4.4, 1, 3, (6, 6, 2.6))
+    figure, axes = new_figure(12.5, 4.4, 1, 3, (6, 6, 2.6))
     _draw_serving(axes[0], 1, legend=True)
     axes[0].set_title("Real vLLM on a CPU, one request at a time:\ntokens/s over no speculation")
     _draw_sessions(axes[1], 128, "Llama-3.1-8B")
@@ -90,7 +92,7 @@ def plot_results() -> Figure:
     memory = [rows["resident memory at 5 M tokens, bytes a token"]]
     values = [(row["agentspec"], row["arctic"]) for row in (*memory, *speed)]
     bars = [("agentspec", BLUE, [a for a, _ in values]), ("ArcticInference", ORANGE, [b for _, b in values])]
-    _bars(axes[-1], ("bytes\na token", f"{MICRO}s\na draft"), bars, "{:.0f}", size=8)
+    draw_bars(axes[-1], ("bytes\na token", f"{MICRO}s\na draft"), bars, "{:.0f}", size=8)
     axes[-1].set_title("The index at 5 M tokens:\nless is better")
     axes[-1].legend(loc="upper left", fontsize=8)
     axes[-1].set_ylim(0, 360)
@@ -99,18 +101,18 @@ def plot_results() -> Figure:
 
 def plot_drafting() -> Figure:
     """Draw agentspec's defaults over ArcticInference's best setting, by recording."""
-    figure, axes = _figure(9, 3.6)
+    figure, axes = new_figure(9, 3.6)
     rows = load("drafting")["rows"]
     ratios = {(row["workload"], row["cost"]): row["ratio"] for row in rows}
     bars = [
         (f"a token to verify costs {cost:g} of a step", colour, [ratios[name, cost] for name in WORKLOADS])
         for cost, colour in ((0.01, BLUE), (0.03, "#56B4E9"))
     ]
-    _bars(axes[0], list(WORKLOADS.values()), bars, "{:.2f}")
+    draw_bars(axes[0], list(WORKLOADS.values()), bars, "{:.2f}")
     axes[0].set_title(
         "Drafting: tokens per unit of work, agentspec's defaults over the best of 12 ArcticInference settings"
     )
-    _line_at_one(axes[0])
+    line_at_one(axes[0])
     axes[0].set_ylim(0, 1.95)
     axes[0].legend(loc="upper left", ncols=2)
     return figure
@@ -118,7 +120,7 @@ def plot_drafting() -> Figure:
 
 def plot_serving() -> Figure:
     """Draw each drafting method's tokens/s as a multiple of plain vLLM's."""
-    figure, axes = _figure(9, 6.4, 2, 1)
+    figure, axes = new_figure(9, 6.4, 2, 1)
     for axis, batch in zip(axes, (1, 8), strict=True):
         _draw_serving(axis, batch, legend=batch == 1, errors=True)
         what = "one request at a time" if batch == 1 else f"{batch} requests at a time"
@@ -131,7 +133,7 @@ def plot_gpu() -> Figure:
     rows = load("gpu")["rows"]
     names = [name for name in WORKLOADS if any(row["workload"] == name for row in rows)]
     speeds = {(row["workload"], row["batch"], row["method"]): row for row in rows}
-    figure, axes = _figure(11, 6.2, 2, 3)
+    figure, axes = new_panels(len(names), 3.4, 6.2)
     sizes = sorted({row["batch"] for row in rows})
     for axis, name in zip(axes, names, strict=True):
         bars, noise = [], [speeds[name, size, "vllm"]["noise"] for size in sizes]
@@ -141,11 +143,11 @@ def plot_gpu() -> Figure:
         ):
             pairs = [(speeds[name, size, method], speeds[name, size, "vllm"]) for size in sizes]
             bars.append((label, colour, [a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]))
-        _bars(axis, [f"{size} at a time" for size in sizes], bars, "{:.2f}", errors=noise)
+        draw_bars(axis, [f"{size} at a time" for size in sizes], bars, "{:.2f}", errors=noise)
         axis.set_title(WORKLOADS[name].replace("\n", " "))
         highest = max(height + error for height, error in zip(bars[-1][2], noise, strict=True))
         axis.set_ylim(0, max(2.6, 1.15 * highest))
-        _line_at_one(axis)
+        line_at_one(axis)
     axes[0].legend(loc="upper left", fontsize=8)
     figure.suptitle("An H200, an 8B model's shape: tokens/s over vLLM without speculation", weight="bold", fontsize=11)
     return figure
@@ -155,8 +157,8 @@ def plot_batch() -> Figure:
     """Draw the simulated throughput by concurrent sessions, one panel for each recording."""
     rows = [row for row in load("batch")["rows"] if row["model"] == "Llama-3.1-8B"]
     simulated = _simulated()
-    figure, axes = _figure(11, 3.4 if len(simulated) <= 3 else 6.2, (len(simulated) + 2) // 3, min(3, len(simulated)))
-    for axis, (workload, title) in zip(axes, simulated.items(), strict=False):
+    figure, axes = new_panels(len(simulated), 3.4, 6.2)
+    for axis, (workload, title) in zip(axes, simulated.items(), strict=True):
         heights: list[float] = []
         for method, (label, colour) in METHODS.items():
             found = {
@@ -180,7 +182,7 @@ def plot_batch() -> Figure:
         axis.set_xlim(-0.25, 3.5)
         axis.set_title(title.replace("\n", " "))
         axis.set_xlabel("sessions at once")
-        _line_at_one(axis)
+        line_at_one(axis)
     figure.suptitle(
         "Simulated: throughput over no speculation, on published step times of Llama-3.1-8B", weight="bold", fontsize=11
     )
@@ -191,7 +193,7 @@ def plot_batch() -> Figure:
 
 def plot_index() -> Figure:
     """Draw memory and times of the index beside ArcticInference's tree."""
-    figure, axes = _figure(10, 2.9, 1, 5)
+    figure, axes = new_figure(10, 2.9, 1, 5)
     rows = _by_figure()
     panels = {
         "resident memory at 5 M tokens, bytes a token": "memory,\nbytes a token",
@@ -221,7 +223,7 @@ def plot_soak() -> Figure:
     """Draw memory, store and drafts of a server under mixed traffic, over time."""
     result = load("soak")
     stores = {"redis": "Redis, killed and restarted", "sqlite": "SQLite, locked by another process"}
-    figure, axes = _figure(11, 5.2, 2, 4)
+    figure, axes = new_figure(11, 5.2, 2, 4)
     for row, (store, title) in enumerate(stores.items()):
         samples = [sample for sample in result["rows"] if sample["store"] == store]
         minutes = [sample["seconds"] / 60 for sample in samples]
@@ -256,8 +258,8 @@ def plot_replicas() -> Figure:
     """Draw tokens a step of replicas that share and that don't over one replica's, one panel for each recording."""
     rows = load("replicas")["rows"]
     names = [name for name in WORKLOADS if any(row["workload"] == name for row in rows)]
-    figure, axes = _figure(11, 3.2 if len(names) <= 3 else 5.6, (len(names) + 2) // 3, min(3, len(names)))
-    for axis, name in zip(axes, names, strict=False):
+    figure, axes = new_panels(len(names), 3.2, 5.6)
+    for axis, name in zip(axes, names, strict=True):
         for spread, shared, label, colour, line in SPREADS:
             found = {1: 1.0} | {
                 row["replicas"]: row["ratio"]
@@ -286,7 +288,7 @@ def plot_rollouts() -> Figure:
     steps = {(row["batch"], row["method"], row["epoch"]): row["steps"] for row in rows}
     sizes = sorted({row["batch"] for row in rows})
     epochs = sorted({row["epoch"] for row in rows})
-    figure, axes = _figure(11, 3.2, 1, len(sizes))
+    figure, axes = new_figure(11, 3.2, 1, len(sizes))
     for axis, size in zip(axes, sizes, strict=True):
         for method, (label, colour, line) in ROLLOUTS.items():
             found = [steps[size, "none", epoch] / steps[size, method, epoch] for epoch in epochs]
@@ -299,33 +301,13 @@ def plot_rollouts() -> Figure:
         axis.set_ylim(0.9, 3.2)
         axis.set_title(f"{size} at a time" if size > 1 else "one at a time")
         axis.set_xlabel("epoch")
-        _line_at_one(axis)
+        line_at_one(axis)
     figure.suptitle("Rollouts: steps of plain vLLM over each method's, by epoch", weight="bold", fontsize=11)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return figure
 
 
-MICRO = "µ"
-SPREADS = (
-    ("turn by turn", True, "turns go around, shared", BLUE, "-"),
-    ("by session", True, "sessions stay, shared", "#56B4E9", "-"),
-    ("by session", False, "sessions stay, not shared", ORANGE, "--"),
-    ("turn by turn", False, "turns go around, not shared", RED, "--"),
-)
-METHODS = {
-    "agentspec": ("agentspec", BLUE),
-    "suffix, best of 12": ("ArcticInference's rule, best of 12 settings", ORANGE),
-    "suffix, default": ("ArcticInference's rule, default", RED),
-    "ngram": ("n-gram", GRAY),
-}
-ROLLOUTS = {
-    "priced": ("agentspec, told the price", BLUE, "-"),
-    "agentspec": ("agentspec, price measured", "#56B4E9", "-"),
-    "off": ("agentspec, history off", "#56B4E9", ":"),
-    "suffix": ("vLLM suffix (ArcticInference)", ORANGE, "-"),
-    "ngram": ("vLLM ngram", GRAY, "-"),
-}
 PLOTS: Mapping[str, Callable[[], Figure]] = {
     "results": plot_results,
     "drafting": plot_drafting,
@@ -361,8 +343,8 @@ def _draw_serving(axis: Axes, batch: int, legend: bool, errors: bool = False) ->
         )
     ]
     noise = [rows[name]["agentspec_over"]["none"]["standard_error"] for name in WORKLOADS] if errors else None
-    _bars(axis, list(WORKLOADS.values()), bars, "{:.1f}", size=7, errors=noise)
-    _line_at_one(axis)
+    draw_bars(axis, list(WORKLOADS.values()), bars, "{:.1f}", size=7, errors=noise)
+    line_at_one(axis)
     if legend:
         axis.legend(loc="upper left", fontsize=8)
 
@@ -378,55 +360,10 @@ def _draw_sessions(axis: Axes, sessions: int, model: str) -> None:
         for method, (label, colour) in reversed(METHODS.items())
         if method != "ngram"
     ]
-    _bars(axis, list(_simulated().values()), bars, "{:.2f}", size=6.5)
+    draw_bars(axis, list(_simulated().values()), bars, "{:.2f}", size=6.5)
     axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # leave room for the legend
-    _line_at_one(axis)
+    line_at_one(axis)
     axis.legend(loc="upper left", fontsize=8)
-
-
-def _bars(
-    axis: Axes,
-    groups: Sequence[str],
-    bars: Bars,
-    text: str,
-    size: float = 8,
-    errors: Sequence[float] | None = None,
-) -> None:
-    """Draw groups of bars from 0 on, each with its figure above. errors: half lengths of the last bars' error lines."""
-    width = 0.84 / len(bars)
-    for number, (label, colour, heights) in enumerate(bars):
-        places = [group + (number - (len(bars) - 1) / 2) * width for group in range(len(groups))]
-        last = errors is not None and number == len(bars) - 1
-        patches = axis.bar(
-            places,
-            heights,
-            width * 0.94,
-            color=colour,
-            label=label,
-            yerr=errors if last else None,
-            error_kw={"elinewidth": 0.8, "ecolor": "#333333"},
-        )
-        labels = axis.bar_label(patches, [text.format(height) for height in heights], padding=1.5, fontsize=size)
-        for text_above in labels:  # keep labels readable over the line at 1
-            text_above.set(zorder=4, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4})
-    axis.set_xticks(range(len(groups)), groups, fontsize=8)
-    axis.tick_params(axis="x", length=0)
-    tops = [max(heights) for _, _, heights in bars]
-    tops += [height + error for height, error in zip(bars[-1][2], errors or (), strict=False)]
-    axis.set_ylim(0, 1.12 * max(tops))
-
-
-def _line_at_one(axis: Axes) -> None:
-    axis.axhline(1, color="black", lw=0.9, ls="--", zorder=3)
-
-
-def _figure(
-    width: float, height: float, rows: int = 1, columns: int = 1, widths: Sequence[float] | None = None
-) -> tuple[Figure, list[Axes]]:
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(width, height), squeeze=False, layout="constrained", width_ratios=widths
-    )
-    return figure, list(axes.flat)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -51,6 +52,19 @@ def test_figures_and_what_is_simulated_are_labelled(drawn: Path) -> None:
     assert f"{ratios[0]:.2f}" in simulated
     assert any("Simulated" in label for label in simulated)
     assert any("Simulated" in label for label in labels((drawn / "results.svg").read_text(encoding="utf-8")))
+
+
+def test_a_result_of_few_recordings_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = plot.load
+
+    def some(name: str) -> dict[str, Any]:
+        result = load(name)
+        return {**result, "rows": [row for row in result["rows"] if row["workload"] in list(plot.WORKLOADS)[:4]]}
+
+    monkeypatch.setattr(plot, "load", some)
+    for draw in (plot.plot_gpu, plot.plot_batch, plot.plot_replicas):
+        titles = [axis.get_title() for axis in draw().axes if axis.axison]
+        assert titles == [title.replace("\n", " ") for title in list(plot.WORKLOADS.values())[:4]]
 
 
 def test_every_result_says_where_it_comes_from() -> None:
