@@ -1,7 +1,7 @@
 """Train with grpo.py under several histories, and plot what its rollouts took, epoch by epoch.
 
     python examples/rl/history.py --epochs 5 --out history.svg      # needs pip install trl matplotlib
-    python examples/rl/history.py --from FOLDER --out history.svg   # draws earlier runs again
+    python examples/rl/history.py --runs FOLDER --out history.svg   # keeps the runs there, and trains what is missing
 
 plain: vLLM without agentspec. off: a sample drafts from its own text alone. siblings: from the samples of the present
 weights, which are those of the same step. epochs: from all that was sampled before. Seconds are those of the rollouts
@@ -31,17 +31,18 @@ COLOURS = {"plain": "#999999", "off": "#E69F00", "siblings": "#56B4E9", "epochs"
 def main() -> None:
     """Run what is missing, and draw."""
     arguments = _arguments()
-    if arguments.folder is not None:
-        draw(arguments.folder, arguments.out)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder), arguments.epochs)
-        draw(Path(folder), arguments.out)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder: Path = arguments.runs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        train(folder, arguments.epochs)
+        draw(folder, arguments.out)
 
 
 def train(folder: Path, epochs: int) -> None:
-    """Run the trainer once for each history. It writes ``HISTORY.jsonl``, a line for each step."""
+    """Run the trainer for each history that is missing. It ends with ``HISTORY.jsonl``, a line for each step."""
     for name, environment in HISTORIES.items():
+        if (folder / f"{name}.jsonl").exists():
+            continue
         command = [sys.executable, str(GRPO), "--prompts", str(PROMPTS), "--steps", str(PROMPTS * epochs)]
         subprocess.run(
             [*command, "--figures", str(folder / f"{name}.jsonl")],
@@ -98,7 +99,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help=f"of {PROMPTS} prompts (default 5)")
     parser.add_argument("--out", type=Path, default=Path("history.svg"))
-    parser.add_argument("--from", dest="folder", type=Path, help="folder with earlier runs; nothing is trained")
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keep runs here; those that are there count")
     return parser.parse_args()
 
 
