@@ -189,6 +189,8 @@ def _numbers(text: str) -> list[int]:
 
 def open_vllm(place: str | None) -> tuple[str, ReadFile]:
     """Return version and files of a wheel, of a folder, or (None) of the installed vLLM. Nothing of it is imported."""
+    if place is not None and not Path(place).exists():
+        raise SystemExit(f"{place} is not there; name a wheel or a folder")
     if place is not None and place.endswith(".whl"):
         archive = zipfile.ZipFile(place)
         names = set(archive.namelist())
