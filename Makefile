@@ -35,7 +35,7 @@ test-drafters: $(VENV)/.built  ## vLLM's own drafters beside the suffix index, e
 test-clients: $(VENV)/.built .clients/.ready  ## the examples, and Codex, Claude Code and OpenCode from npm (skipped without Node.js), on real servers
 	$(BIN)/python -m pytest -m clients
 
-fast-test: $(VENV)/.built  ## the tests that need no engine (five minutes of CPU time)
+fast-test: $(VENV)/.built $(VENV)/.redis  ## the tests that need no engine (five minutes of CPU time)
 	$(BIN)/python -m pytest -m "not engine and not store and not rl and not drafters and not clients"
 
 check: $(VENV)/.built  ## ruff and mypy --strict
