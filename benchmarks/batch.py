@@ -24,6 +24,7 @@ from typing import Any
 
 import arctic
 import numpy as np
+import trace_files
 from batch_replay import Counts, Drafter, IndexDrafter, NgramDrafter, replay
 from drafters import ARCTIC_DEFAULTS, OtherDrafters, Setting, best_settings, ngram_rule
 from report import names, positive, print_json, print_table, save, say
@@ -207,7 +208,7 @@ def _print_tables(rows: Sequence[dict[str, Any]]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and .tok.npz")
+    trace_files.add_option(parser)
     add("--workloads", type=names, default=list(WORKLOADS), metavar="A,B", help="only these (all six)")
     add("--sessions", type=_numbers, default=list(SESSIONS), metavar="N,M", help="sessions at once (1,8,32,128)")
     add(

@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NoReturn
 
 import arctic
+import trace_files
 from report import positive
 from trace_files import VOCABULARY, records
 
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 def add_options(parser: argparse.ArgumentParser, methods: Sequence[str], max_prompt: int) -> None:
     """Register the options that these benchmarks share; `methods` and `max_prompt` are defaults."""
     add = parser.add_argument
-    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and NAME.tok.npz files")
+    trace_files.add_option(parser)
     add(
         "--max-prompt",
         type=positive,
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser, methods: Sequence[str], max_pro
 def add_recording(parser: argparse.ArgumentParser, workload: str | None = None) -> None:
     """Register which recording to read, `workload` if not None, and that the figures may be printed as JSON."""
     add = parser.add_argument
-    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and NAME.tok.npz files")
+    trace_files.add_option(parser)
     what = "which recording" if workload is None else "recording with several samples a problem (%(default)s)"
     add("--workload", required=workload is None, default=workload, metavar="NAME", help=what)
     add("--json", action="store_true", help="print a JSON list of {figure, value, target, met}")

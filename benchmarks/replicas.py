@@ -26,6 +26,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import trace_files
 from report import names, positive, print_json, print_table, rounded, save, say
 from trace_files import WORKLOADS, calls
 
@@ -249,7 +250,7 @@ def _row(workload: str, count: int, spread: str, shared: bool, found: Figures, o
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and .tok.npz")
+    trace_files.add_option(parser)
     add("--workloads", type=names, default=list(WORKLOADS), metavar="A,B", help="only these (all six)")
     add("--store", choices=("sqlite", "redis"), default="sqlite", help="what the replicas share (%(default)s)")
     add("--jobs", type=positive, default=1, metavar="J", help="recordings at a time, each in a process (%(default)s)")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import arctic
+import trace_files
 
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.testing.replay_types import ReplayResult
@@ -79,7 +80,7 @@ def speed_ratio(ours: ReplayResult, other: ReplayResult) -> tuple[float, float]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Register the options of the benchmarks that compare with ArcticInference's extension."""
-    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and .tok.npz")
+    trace_files.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     parser.add_argument(
         "--cpu", type=int, metavar="N", help="the core to stay on (the last one that this process may use)"

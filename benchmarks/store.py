@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import redis
+import trace_files
 from replica_process import NAMES, RESPONSE, STEP_SECONDS, VOCABULARY, Process
 from report import names, positive, positive_number, print_json, print_table, rounded, save, say
 from trace_files import WORKLOADS, Tokens, calls, documents
@@ -290,7 +291,7 @@ def _redis_seconds(client: Any) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and .tok.npz")
+    trace_files.add_option(parser)
     add("--replicas", type=_counts, default=[2, 4, 8], metavar="N,M", help="how many share a Redis server (2,4,8)")
     add("--workloads", type=names, default=list(WORKLOADS), metavar="A,B", help="for the bytes")
     add("--seconds", type=positive_number, default=20.0, help="how long the replicas serve (%(default)s)")

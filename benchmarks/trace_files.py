@@ -1,5 +1,6 @@
 """Read recorded traffic for the benchmarks: a folder with a load.py and NAME.tok.npz files (see README.md)."""
 
+import argparse
 import hashlib
 import importlib.util
 from collections.abc import Iterator
@@ -33,6 +34,13 @@ WORKLOADS = (
 """Names of the workloads that have targets."""
 
 _STRIDE = 7_919
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Register `--traces`, shared by the scripts that read recordings."""
+    parser.add_argument(
+        "--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and NAME.tok.npz files"
+    )
 
 
 def known(folder: Path) -> list[str]:
