@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any
 
 import engines
@@ -49,7 +49,10 @@ def run(options: argparse.Namespace) -> None:
     """Measure and print."""
     said = (record for record in records(options.traces, options.workload) if len(record["response"]))
     recorded = islice(said, options.calls)
-    sessions = [list(turns) for _, turns in groupby(recorded, key=lambda record: str(record["session"]))]
+    by_session: dict[str, list[Record]] = {}
+    for record in recorded:
+        by_session.setdefault(str(record["session"]), []).append(record)
+    sessions = list(by_session.values())
     rows: list[dict[str, Any]] = []
     for batch in options.batch:
         for name, thread in (("steps alone", False), ("steps and thread", True)):

@@ -41,6 +41,22 @@ def test_a_call_without_a_response_counts_as_none(traces: Path, capsys: pytest.C
     assert figures()[name] == before[name]
 
 
+def test_the_turns_of_sessions_that_take_turns_in_the_file_stay_in_order(
+    traces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = traces / "load.py"
+    loader.write_text(loader.read_text().replace('"session": line', '"session": line % 2'))
+    found: list[list[int]] = []
+
+    def replay(sessions: list[list[indexing.Record]], *_: object, **__: object) -> indexing.Replay:
+        found.extend([int(turn["prompt"][0]) for turn in turns] for turns in sessions)
+        return indexing.Replay(1, 1, [1.0])
+
+    monkeypatch.setattr(indexing, "replay", replay)
+    assert indexing.main(["--traces", str(traces), "--workload", "chat_mtbench", "--batch", "1"]) == 0
+    assert found[:2] == [[0, 20], [10]]
+
+
 def test_a_step_takes_some_time(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         indexing.main(["--traces", str(traces), "--workload", "chat_mtbench", "--step", "-1"])
