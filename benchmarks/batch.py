@@ -27,12 +27,11 @@ import numpy as np
 import trace_files
 from batch_replay import Counts, Drafter, IndexDrafter, NgramDrafter, replay
 from drafters import ARCTIC_DEFAULTS, OtherDrafters, Setting, best_settings, ngram_rule
-from report import names, positive, print_json, print_table, save, say
+from report import exit_status, names, positive, print_json, print_table, save, say
 from trace_files import WORKLOADS, records
 
 from agentspec.cache import DraftPolicy
 from agentspec.cache.core import without_clock
-from agentspec.errors import AgentSpecError
 from agentspec.server_ext.settings import Settings
 
 SESSIONS = (1, 8, 32, 128)
@@ -134,13 +133,14 @@ def figures(workload: str, slots: int, model: Model, method: str, setting: str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 2 for input that cannot work."""
+    """Run the benchmark. Returns its exit status."""
     options = _parser().parse_args(arguments)
-    try:
-        rows = run_all(options)
-    except AgentSpecError as error:
-        say(f"error: {error}")
-        return 2
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    rows = run_all(options)
     result = {
         "tokens_a_session": options.tokens,
         "source": SOURCE,
@@ -157,7 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_json(result)
     else:
         _print_tables(rows)
-    return 0
 
 
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -22,11 +22,10 @@ from itertools import product
 from pathlib import Path
 
 from drafters import DEPTH, MAX_DRAFT, TENANT, Counts, OtherDrafters, Setting, best_settings
-from report import Row, add_options, more, names, pin, say, show
+from report import Row, add_options, exit_status, more, names, pin, say, show
 from trace_files import WORKLOADS, calls
 
 from agentspec.cache import DraftPolicy, SuffixCache
-from agentspec.errors import AgentSpecError
 from agentspec.simulate import simulate
 
 LIMITS = ("defaults", "equal", "both")
@@ -42,7 +41,7 @@ ARCTIC_TOLERANCE = 0.005
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 2 for input that cannot work."""
+    """Run the benchmark. Returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--peer-sweep", action="store_true", help="compute the others' counts again (some minutes)")
@@ -60,19 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="only these (all six; the mean needs them all)",
     )
     options = parser.parse_args(arguments)
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Count and print."""
     pin(options.cpu)
-    try:
-        others = OtherDrafters(options.traces, options.peer_dir, options.peer_sweep)
-        rows = []
-        if options.limits != "equal":
-            rows += default_rows(options.traces, options.workloads, others)
-        if options.limits != "defaults":
-            rows += equal_rows(options.traces, options.workloads, others)
-    except AgentSpecError as error:
-        say(f"error: {error}")
-        return 2
+    others = OtherDrafters(options.traces, options.peer_dir, options.peer_sweep)
+    rows = []
+    if options.limits != "equal":
+        rows += default_rows(options.traces, options.workloads, others)
+    if options.limits != "defaults":
+        rows += equal_rows(options.traces, options.workloads, others)
     show(rows, "drafting: ours beside the others", options.json)
-    return 0
 
 
 def default_rows(traces: Path, workloads: Sequence[str], drafters: OtherDrafters) -> list[Row]:

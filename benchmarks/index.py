@@ -21,12 +21,11 @@ from time import perf_counter, perf_counter_ns, thread_time_ns
 
 import numpy as np
 from drafters import DEPTH, AgentSpecIndex, ArcticIndex, take
-from report import Row, add_options, at_most, less, pin, say, show
+from report import Row, add_options, at_most, exit_status, less, pin, say, show
 from trace_files import Tokens, documents, records
 
 from agentspec.cache import DraftPolicy, SuffixCache
 from agentspec.cache.core import without_clock
-from agentspec.errors import AgentSpecError
 
 COST = 0.01
 BATCH, ROUNDS, STEPS, ACCEPTED = 16, 21, 12, 4
@@ -59,19 +58,19 @@ class Contenders:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 2 for input that cannot work."""
+    """Run the benchmark. Returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--large", action="store_true", help="also 100 M tokens beside 1 M, ours alone (2 GB, minutes)")
     options = parser.parse_args(arguments)
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
     pin(options.cpu)
-    try:
-        rows = measure(options.traces, options.peer_dir, options.large)
-    except AgentSpecError as error:
-        say(f"error: {error}")
-        return 2
+    rows = measure(options.traces, options.peer_dir, options.large)
     show(rows, "index: ours and the peer's", options.json)
-    return 0
 
 
 def measure(traces: Path, peer_dir: Path | None, large: bool) -> list[Row]:

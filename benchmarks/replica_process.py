@@ -4,7 +4,9 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,6 +19,7 @@ from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Step
+from agentspec.testing.replay_types import ReplayError
 
 VOCABULARY = 131_072
 NAMES = LogNames("0123456789abcdef", b"benchmark")
@@ -300,13 +303,24 @@ class Process:
         self._process.start()
 
     def begin(self, method: str, *arguments: Any) -> Callable[[], Any]:
-        """Call a method of the replica. Returns a function that waits for the result."""
-        self._pipe.send((method, arguments))
-        return self._pipe.recv
+        """Call a method of the replica. Return a function that waits for the result.
+
+        It raises ReplayError if the process has ended, which has printed why.
+        """
+        with suppress(OSError):
+            self._pipe.send((method, arguments))
+        return partial(self._answer, method)
+
+    def _answer(self, method: str) -> Any:
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            raise ReplayError(f"a replica's process has ended in {method}; its own error stands above") from None
 
     def close(self) -> None:
         """End the process."""
-        self._pipe.send(None)
+        with suppress(OSError):
+            self._pipe.send(None)
         self._process.join(10)
         self._process.kill()
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import trace_files
-from report import names, positive, print_json, print_table, rounded, save, say
+from report import exit_status, names, positive, print_json, print_table, rounded, save, say
 from trace_files import WORKLOADS, calls
 
 from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, SuffixCache
@@ -35,7 +35,7 @@ from agentspec.cache.arguments import TokenIds
 from agentspec.cache.core import without_clock
 from agentspec.cache.store import LogNames, open_store
 from agentspec.cache.types import Scope
-from agentspec.errors import AgentSpecError, StoreUnavailableError
+from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.simulate import Figures, simulate
@@ -155,19 +155,19 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 2 for input that cannot work."""
+    """Run the benchmark. Returns its exit status."""
     options = _parser().parse_args(arguments)
-    rows: list[Row] = []
-    try:
-        counted = partial(measure, options.traces, options.store)
-        if options.jobs > 1:
-            with ProcessPoolExecutor(options.jobs) as pool:
-                rows += [row for found in pool.map(counted, options.workloads) for row in found]
-        else:
-            rows += [row for name in options.workloads for row in counted(name)]
-    except AgentSpecError as error:
-        say(f"error: {error}")
-        return 2
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    counted = partial(measure, options.traces, options.store)
+    if options.jobs > 1:
+        with ProcessPoolExecutor(options.jobs) as pool:
+            rows = [row for found in pool.map(counted, options.workloads) for row in found]
+    else:
+        rows = [row for name in options.workloads for row in counted(name)]
     if options.save:
         kind = "counts: recorded sessions replayed over replicas, drafts verified greedily"
         save("replicas", kind, {"rows": [rounded(asdict(row)) for row in rows]})
@@ -175,7 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_json([rounded(asdict(row)) for row in rows])
     else:
         _print(rows)
-    return 0
 
 
 def measure(traces: Path, store: str, workload: str) -> list[Row]:

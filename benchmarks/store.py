@@ -32,12 +32,11 @@ import numpy as np
 import redis
 import trace_files
 from replica_process import NAMES, RESPONSE, STEP_SECONDS, VOCABULARY, Process
-from report import names, positive, positive_number, print_json, print_table, rounded, save, say
+from report import exit_status, names, positive, positive_number, print_json, print_table, rounded, save, say
 from trace_files import WORKLOADS, Tokens, calls, documents
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.store import mac, open_store
-from agentspec.errors import AgentSpecError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.simulate import Call
@@ -83,22 +82,23 @@ def at_most(figure: str, value: float, target: float) -> Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 2 for input that cannot work."""
+    """Run the benchmark. Returns its exit status."""
     options = _parser().parse_args(arguments)
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
     rows: list[Row] = []
-    try:
-        text = np.concatenate(list(islice(documents(options.traces), options.documents)))
-        for measured in (
-            bytes_a_token(options.traces, options.workloads),
-            restored(text),
-            *(shared_by(count, text, options.seconds) for count in options.replicas),
-        ):
-            for row in measured:
-                rows.append(row)
-                say(f"{row.figure}: {row.value:.4g} {row.target}")
-    except AgentSpecError as error:
-        say(f"error: {error}")
-        return 2
+    text = np.concatenate(list(islice(documents(options.traces), options.documents)))
+    for measured in (
+        bytes_a_token(options.traces, options.workloads),
+        restored(text),
+        *(shared_by(count, text, options.seconds) for count in options.replicas),
+    ):
+        for row in measured:
+            rows.append(row)
+            say(f"{row.figure}: {row.value:.4g} {row.target}")
     if options.save:
         kind = "replica processes with the real cache on one Redis server, on loopback"
         save("store", kind, {"rows": [rounded(asdict(row)) for row in rows]})
@@ -108,7 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         marks = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
         cells = [(row.figure, f"{row.value:,.4g}", row.target, marks[row.met]) for row in rows]
         print_table("one Redis server", ("figure", "value", "target", "met"), cells, left=("figure", "target"))
-    return 0
 
 
 def bytes_a_token(traces: Path, workloads: Sequence[str]) -> Iterator[Row]:

@@ -2,13 +2,16 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import replica_process  # isort: skip
 import replicas  # isort: skip
 import store  # isort: skip
+from agentspec.testing.replay_types import ReplayError
 
 
 def test_replicas_that_share_draft_as_one_and_others_do_not(traces: Path) -> None:
@@ -43,6 +46,25 @@ def test_a_replica_plays_whole_requests(tmp_path: Path) -> None:
     for found in served.values():
         assert found["steps"] == len(found["calls"]) < found["tokens"] / 4
     replica.close()
+
+
+def test_a_replica_whose_process_ends_is_an_error_and_no_wait(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], traces: Path
+) -> None:
+    process = replica_process.Process("nonsense://", 0, np.zeros(8, np.int32), 1)
+    with pytest.raises(ReplayError, match="a replica's process has ended in listen"):
+        process.begin("listen", np.zeros(8, np.int32), 4, 1.0)()
+    process.close()
+    assert "nonsense" in capfd.readouterr().err
+
+    def fail(*_: object) -> Iterator[store.Row]:
+        yield store.Row("f", 1.0)
+        raise ReplayError("it has ended")
+
+    for part in ("bytes_a_token", "restored", "shared_by"):
+        monkeypatch.setattr(store, part, fail)
+    assert store.main(["--traces", str(traces)]) == 1
+    assert "error: it has ended" in capfd.readouterr().err
 
 
 def test_a_delay_is_measured_from_one_replica_to_another(tmp_path: Path) -> None:
