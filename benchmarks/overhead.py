@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     scope: Scope = "tenant" if needed <= streams[0].distinct else "session"
     launches = []
     for number in range(options.launches):
-        say(f"launch {number + 1} of {options.launches}: three engines start")
+        say(f"launch {number + 1} of {options.launches}: four engines start")
         launches.append(_launch(options, shape, streams[number], scope, number))
     model = "random weights" if options.model is None else str(options.model)
     common = {"model": model, "scope": scope}
