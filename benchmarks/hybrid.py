@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 from fusion_rules import fix_prices, fix_threshold
-from report import ROOT, machine, names, positive, print_json, print_table, say, speed_ratio
+from report import ROOT, exit_status, machine, names, positive, print_json, print_table, say, speed_ratio
 
 from agentspec.testing.replay import Call, ReplayEngine, ReplayResult, fitting_length
 from agentspec.testing.replay import compare as take_turns
@@ -98,8 +98,13 @@ class Prices:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark and return 0. Raises what the engines raise."""
+    """Run the benchmark. Returns its exit status."""
     options = read_options(arguments)
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
     say("writing the texts")
     loads = write_workloads(options.model, options.sessions)
     results = measure(options, loads)
@@ -121,7 +126,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_json({"provenance": provenance, "rows": rows, "ratios": ratios})
     else:
         _print(rows, ratios)
-    return 0
 
 
 def write_workloads(model: Path, sessions: int) -> dict[str, list[Call]]:
@@ -307,6 +311,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--pass-price", type=float, metavar="P", help="of a pass of vLLM's drafter, as a share of a decode step")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args(arguments)
+    if not (options.model / "config.json").is_file():
+        parser.error(f"--model: there is no config.json in {options.model}")
     unknown = [name for name in options.methods if name not in METHODS]
     if unknown:
         parser.error(f"--methods: {', '.join(unknown)} is not known; known are: {', '.join(METHODS)}")

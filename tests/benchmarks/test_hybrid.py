@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from report import ROOT
 
-from agentspec.testing.replay import ReplayResult
+from agentspec.testing.replay import ReplayError, ReplayResult
 
 
 def measured(seconds: list[float], steps: int = 50) -> ReplayResult:
@@ -65,6 +65,16 @@ def test_prices_decide_and_not_the_clock() -> None:
     assert hybrid.row("mixed", "suffix", suffix, prices)["tokens_per_unit"] == 1.667
 
 
+def test_an_engine_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object) -> None:
+        raise ReplayError("the engine process ended")
+
+    monkeypatch.setattr(hybrid, "write_workloads", lambda *_: {})
+    monkeypatch.setattr(hybrid, "measure", fail)
+    assert hybrid.main([]) == 1
+    assert "error: the engine process ended" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -72,6 +82,7 @@ def test_prices_decide_and_not_the_clock() -> None:
         (["--pass-price", ".1"], "give both or none"),
         (["--verify-price", ".1", "--pass-price", ".1", "--batch", "2"], "one request at a time"),
         (["--sessions", "0"], "must be a whole number of at least 1"),
+        (["--model", "nowhere"], "there is no config.json in nowhere"),
     ],
 )
 def test_options_that_cannot_work_are_refused(
