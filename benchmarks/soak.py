@@ -12,6 +12,7 @@ The exit status is 1 if a check fails.
 """
 
 import argparse
+import http.client
 import json
 import math
 import statistics
@@ -41,7 +42,7 @@ from soak_traffic import MAX_MODEL_LEN, Said, Traffic
 from agentspec import AgentSpecError
 from agentspec.cache.policy import DEFAULT_COST
 from agentspec.cache.store import RecordReader, Store, TurnRecord, open_store
-from agentspec.testing.server import ModelServer
+from agentspec.testing.server import ModelServer, ServerFailedError
 
 MODEL = ROOT / "demo" / "model"
 TOKEN_BYTES = 12
@@ -209,7 +210,10 @@ def _sample(server: ModelServer, place: Place, now: float, outage: bool, said: S
 
 
 def _stats(server: ModelServer, patience: float = 60.0) -> dict[str, Any]:
-    """Return the server's statistics. On a busy machine a step may outlast the time that the engine has to answer."""
+    """Return the server's statistics. On a busy machine a step may outlast the time that the engine has to answer.
+
+    Raises ServerFailedError if the server does not answer.
+    """
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -217,6 +221,8 @@ def _stats(server: ModelServer, patience: float = 60.0) -> dict[str, Any]:
         except urllib.error.HTTPError as error:
             if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
                 raise
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerFailedError(f"the server does not answer: {error}\n{server.tail()}") from None
 
 
 def _resident(server: ModelServer) -> int:

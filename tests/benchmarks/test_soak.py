@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import soak
 from soak_traffic import Said
 
 from agentspec.cache.store import MemoryStore, NewEntry, encode
+from agentspec.testing.server import ModelServer, ServerFailedError
 from tests.store.helpers import turn
 
 OPTIONS = argparse.Namespace(max_bytes=1_000_000, store_bytes=8_000_000, times=10.0)
@@ -73,6 +75,13 @@ def test_a_run_that_is_too_short_to_judge_is_said(
         with pytest.raises(SystemExit):
             soak.main(["--minutes", minutes])
         assert "--minutes: must be a number above 0" in capsys.readouterr().err
+
+
+def test_a_server_that_died_is_said_with_the_end_of_its_log(tmp_path: Path) -> None:
+    server = ModelServer(soak.MODEL, log=tmp_path / "server.log")
+    server.log.write_text("out of memory\n")
+    with pytest.raises(ServerFailedError, match=r"does not answer: .*\nout of memory"):
+        soak._stats(server)
 
 
 def test_lost_and_erased_sessions_are_found_in_the_store() -> None:
