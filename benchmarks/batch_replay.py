@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from drafters import ngram_rule
-from trace_files import VOCABULARY, Tokens
+from trace_files import VOCABULARY, Tokens, accepted_tokens
 
 from agentspec.cache import DraftPolicy, SuffixCache
 from agentspec.cache.policy import MAX_DRAFT
@@ -227,10 +227,5 @@ def replay(recorded: Sequence[dict[str, Any]], slots: int, tokens: int, drafter:
 
 def verify(row: Row) -> int:
     """Return the number of tokens that a step gives: the draft's tokens up to the first wrong one, and one more."""
-    accepted = 0
     truth = row.turn.text[row.done : row.done + len(row.draft)].tolist()
-    for token, right in zip(row.draft, truth, strict=False):
-        if token != right:
-            break
-        accepted += 1
-    return min(accepted + 1, len(row.turn.text) - row.done)
+    return min(accepted_tokens(row.draft, truth) + 1, len(row.turn.text) - row.done)

@@ -21,7 +21,7 @@ from typing import Any
 import arctic
 import numpy as np
 from report import say
-from trace_files import Tokens, calls, fingerprint
+from trace_files import Tokens, accepted_tokens, calls, fingerprint
 
 from agentspec.cache import DraftPolicy, SuffixCache
 from agentspec.files import replacing
@@ -282,11 +282,6 @@ def _suffix_draft(cache: Any, name: int, text: Tokens, setting: Setting) -> list
 
 def _verify(draft: Sequence[int], truth: Tokens, counts: Counts) -> int:
     """Count one step. Return the number of tokens that it gives."""
-    accepted = 0
-    for token, right in zip(draft, truth[: len(draft)].tolist(), strict=False):
-        if token != right:
-            break
-        accepted += 1
     counts.steps += 1
     counts.drafted += len(draft)
-    return accepted + 1
+    return accepted_tokens(draft, truth[: len(draft)].tolist()) + 1

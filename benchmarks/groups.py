@@ -15,7 +15,7 @@ from typing import Any
 
 import engines
 from report import exit_status, positive, print_json, print_table, say
-from trace_files import samples_by_problem
+from trace_files import accepted_tokens, samples_by_problem
 
 from agentspec.cache import DraftPolicy, SuffixCache
 from agentspec.cache.core import without_clock
@@ -92,12 +92,7 @@ def _wave(cache: SuffixCache, name: str, samples: Problem, naming: Naming) -> It
         limits = [min(MAX_DRAFT, len(response) - done - 1) for response, done in running.values()]
         drafts = cache.propose(list(running), limits)
         for (request, (response, done)), draft in zip(list(running.items()), drafts, strict=True):
-            accepted = 0
-            for drafted, token in zip(draft.token_ids, response[done:], strict=False):
-                if drafted != token:
-                    break
-                accepted += 1
-            end = done + accepted + 1
+            end = done + accepted_tokens(draft.token_ids, response[done:]) + 1
             cache.extend(request, response[done:end])
             running[request] = (response, end)
         yield len(running)

@@ -19,7 +19,7 @@ from typing import Any
 import engines
 import numpy as np
 from report import exit_status, positive, positive_number, print_json, print_table, say
-from trace_files import VOCABULARY, records
+from trace_files import VOCABULARY, accepted_tokens, records
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.policy import MAX_DRAFT
@@ -129,12 +129,10 @@ def replay(sessions: Sequence[Sequence[Record]], batch: int, step_seconds: float
         done.row_steps += len(live)
         for i, row in enumerate(live):
             draft = drafts.token_ids[drafts.offsets[i] : drafts.offsets[i + 1]]
-            target = table[row, lengths[row] : lengths[row] + len(draft)]
-            right = np.flatnonzero(draft != target)
-            accepted = int(right[0]) if len(right) else len(draft)
+            given = accepted_tokens(draft, table[row, lengths[row] : lengths[row] + len(draft)]) + 1
             verified[row] = len(draft)
-            lengths[row] += accepted + 1
-            done.tokens += accepted + 1
+            lengths[row] += given
+            done.tokens += given
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from trace_files import accepted_tokens
 
 from agentspec.cache import FinishedTurn
 from agentspec.cache.store import LogNames, open_store
@@ -150,12 +151,9 @@ class Row:
 
     def accept(self, draft: Sequence[int]) -> int:
         """Take the accepted part of a draft and one token more. Return their number."""
-        rest = self.text[self.length :]
-        right = 0
-        while right < min(len(draft), len(rest) - 1) and draft[right] == rest[right]:
-            right += 1
-        self.length += right + 1
-        return right + 1
+        given = accepted_tokens(draft, self.text[self.length : -1]) + 1  # the last token is never drafted
+        self.length += given
+        return given
 
 
 class Replica:

@@ -20,7 +20,7 @@ from typing import Any
 
 import engines
 from report import exit_status, positive, print_json, print_table, say
-from trace_files import samples_by_problem
+from trace_files import accepted_tokens, samples_by_problem
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.core import without_clock
@@ -149,9 +149,9 @@ def _drain(
             price = min(max(1 / (1 + fixed * part), LOWEST_COST), HIGHEST_COST)
             limit = min(MAX_DRAFT, len(response) - done - 1)
             draft = cache.propose([name], limit, cost=price)[0].token_ids.tolist()
-            same = next((i for i, token in enumerate(draft) if token != response[done + i]), len(draft))
-            cache.extend(name, response[done : done + same + 1])
-            rows[name] = (group, response, done + same + 1)
+            end = done + accepted_tokens(draft, response[done:]) + 1
+            cache.extend(name, response[done:end])
+            rows[name] = (group, response, end)
             time += len(draft)
 
 

@@ -3,9 +3,9 @@
 import argparse
 import hashlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -128,6 +128,12 @@ def documents(folder: Path) -> Iterator[Tokens]:
         for response in recorded:
             yield response if shift == 0 else ((response + shift) % VOCABULARY).astype(np.int32)
         shift += _STRIDE
+
+
+def accepted_tokens(draft: Iterable[int], truth: Iterable[int]) -> int:
+    """Return how many tokens of a draft, from the first on, are those that were recorded."""
+    same = (token == right for token, right in zip(draft, truth, strict=False))
+    return sum(1 for _ in takewhile(bool, same))
 
 
 def fingerprint(folder: Path, workload: str) -> str:

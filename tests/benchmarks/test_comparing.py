@@ -68,6 +68,13 @@ def test_a_result_is_written_without_git(tmp_path: Path, monkeypatch: pytest.Mon
     assert (result["kind"], result["commit"], result["rows"]) == ("counts", "", [])
 
 
+@pytest.mark.parametrize(
+    ("draft", "accepted"), [([], 0), ([1, 2], 2), ([1, 9, 3], 1), ([9, 2], 0), ([1, 2, 3, 4, 5], 3)]
+)
+def test_a_draft_is_accepted_up_to_its_first_wrong_token(draft: list[int], accepted: int) -> None:
+    assert trace_files.accepted_tokens(draft, np.array([1, 2, 3], np.int32)) == accepted
+
+
 def test_documents_go_on_with_other_token_ids(traces: Path) -> None:
     recorded = 3 * len(trace_files.WORKLOADS)
     source = trace_files.documents(traces)
