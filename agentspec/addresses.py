@@ -1,4 +1,7 @@
-"""Show a server's address without what may be secret in it."""
+"""Show a server's address without what may be secret in it, and tell which hosts are this machine alone."""
+
+import ipaddress
+from urllib.parse import urlsplit
 
 
 def without_secrets(address: str) -> str:
@@ -10,3 +13,19 @@ def without_secrets(address: str) -> str:
         address = (scheme + slashes if slashes else "") + "***@" + after
     shown, query, _ = address.partition("?")
     return shown + ("?…" if query else "")
+
+
+def is_loopback(host: str | None) -> bool:
+    """Return whether a server that is bound to this host can be reached from its own machine alone."""
+    try:
+        return host == "localhost" or (host is not None and ipaddress.ip_address(host).is_loopback)
+    except ValueError:  # another name, which may lead anywhere
+        return False
+
+
+def names_loopback(authority: str) -> bool:
+    """Return whether the ``Host`` header of a request names the loopback interface. authority: its value."""
+    try:
+        return is_loopback(urlsplit(f"//{authority}").hostname)
+    except ValueError:  # no address
+        return False

@@ -69,9 +69,9 @@ class Server:
 
             app.add_middleware(AuthenticationMiddleware, tokens=list(keys))
         app.state.agentspec_engine = self
-        app.state.agentspec_loopback = True
+        app.state.agentspec_socket, app.state.agentspec_loopback = False, True
         self.state = app.state
-        self.http = TestClient(app)
+        self.http = TestClient(app, "http://127.0.0.1:8000")
 
     async def _call_utility_async(self, name: str, method: str, limit: Any, args: Any, kw: Any, engine: int) -> Any:
         self.asked += 1

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from agentspec.addresses import is_loopback
 from agentspec.cache.store import Store, StoreJobs
 from agentspec.identifiers import to_header
 from agentspec.server_ext.api import session_routes
-from agentspec.server_ext.api.endpoints import is_loopback
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.identity.callers import Presented
 from tests.timing import assert_fast
@@ -126,6 +126,28 @@ def test_without_keys_the_list_answers_on_a_loopback_server_only(start: Start) -
     assert server.call(None, "GET", headers={"X-Cache-Salt": "x"}).status_code == 403
     assert server.call(None, "GET", "an unguessable name").status_code == 200  # the name is a capability
     assert server.call(None, "GET", "another name").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("localhost:8000", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:8000", 200),
+        ("rebound.example.org:8000", 403),
+        ("127.0.0.1.example.org", 403),
+        ("10.0.0.1", 403),
+        ("[::1", 403),
+        ("", 403),
+    ],
+)
+def test_without_keys_a_web_page_cannot_list_by_a_name_that_leads_here(start: Start, host: str, status: int) -> None:
+    """By DNS rebinding: the page's own name then stands in ``Host``, and the browser lets it read the answer."""
+    server = start(engines=1)
+    assert server.call(None, "GET", headers={"Host": host}).status_code == status
+    server.state.agentspec_socket, server.state.agentspec_loopback = True, False
+    assert server.call(None, "GET", headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ response's spelling (``quotes``). Figures of a request are told to its principal
 the bearer key ``AGENTSPEC_ADMIN_KEY``.
 """
 
-import ipaddress
 import logging
 import os
 from argparse import Namespace
@@ -19,6 +18,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from agentspec import __version__
+from agentspec.addresses import is_loopback
 from agentspec.server_ext.api.prometheus import MetricsMiddleware
 from agentspec.server_ext.api.request_bodies import BodyMiddleware
 from agentspec.server_ext.api.response_figures import FiguresMiddleware, figures_of
@@ -67,7 +67,8 @@ class AgentSpecEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Store the engine client for the routes, and log what drafts, and for whom."""
         state.agentspec_engine = engine_client
-        state.agentspec_loopback = getattr(args, "uds", None) is not None or is_loopback(args.host)
+        state.agentspec_socket = getattr(args, "uds", None) is not None
+        state.agentspec_loopback = is_loopback(args.host)
         if engine_client is not None and uses_agentspec(engine_client.vllm_config):
             config = engine_client.vllm_config
             engine_client.output_processor.agentspec = ResponseLengths(engine_client)
@@ -83,14 +84,6 @@ def _without_session(record: logging.LogRecord) -> bool:
         if route:
             record.args = (*record.args[:_PATH], f"{before}{route}…", *record.args[_PATH + 1 :])
     return True
-
-
-def is_loopback(host: str | None) -> bool:
-    """Return whether a server that is bound to this host can be reached from its own machine alone."""
-    try:
-        return host == "localhost" or (host is not None and ipaddress.ip_address(host).is_loopback)
-    except ValueError:  # another name, which may lead anywhere
-        return False
 
 
 @router.get("")

@@ -27,6 +27,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
+from agentspec.addresses import names_loopback
 from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.identifiers import from_header
@@ -101,10 +102,10 @@ async def list_sessions(request: Request, limit: int = 100) -> dict[str, Any]:
     """Return the caller's stored sessions: id, tokens, turns, bytes, when it was used last (epoch seconds), group."""
     engine = drafting_engine(request)
     owner, admin = _owner(engine)
-    if owner.caller is None and not admin and not request.app.state.agentspec_loopback:
+    if owner.caller is None and not admin and not _comes_from_here(request):
         why = "all callers of this server are one, so it doesn't list their sessions"
-        detail = f"{why}: start it with --api-key, or for this machine alone with --host 127.0.0.1"
-        raise HTTPException(status_code=403, detail=detail)
+        how = "start it with --api-key, or for this machine alone with --host 127.0.0.1 and call it by that address"
+        raise HTTPException(status_code=403, detail=f"{why}: {how}")
     count = max(0, min(limit, _LONGEST_LIST))
     found: dict[str, dict[str, Any]] = {}
     for answer in await _run(engine, owner, "list", owner.tenant, owner.principal, admin, count):
@@ -169,6 +170,17 @@ def _owner(engine: Any) -> tuple[Identity, bool]:
         detail = "it is not known whose sessions you ask for: present one API key, and what your gateway adds, once"
         raise HTTPException(status_code=403, detail=detail)
     return owner, admin
+
+
+def _comes_from_here(request: Request) -> bool:
+    """Return whether a program of this machine asks.
+
+    A web page in a browser here can reach the loopback interface by a name of its own (DNS rebinding), so the name by
+    which the server was called counts, too. A browser reaches no Unix socket.
+    """
+    state = request.app.state
+    called = request.headers.get("host", "")
+    return bool(state.agentspec_socket or (state.agentspec_loopback and names_loopback(called)))
 
 
 def _identity(engine: Any, session_id: str, *, write: bool = False) -> Identity:
