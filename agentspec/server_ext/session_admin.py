@@ -219,7 +219,7 @@ def _answer(futures: Sequence[Future[Any]], offset: int) -> dict[str, Any]:
         if future.cancelled():
             return _failure(StoreUnavailableError("the store was closed before the job began"))
         if (error := future.exception()) is not None:
-            return _failure(error)
+            return _failure(_untold(error) if isinstance(error, StoreError) else error)
     value = futures[0].result()
     if isinstance(value, Erasure):
         return {"value": asdict(value), "more": False}
@@ -261,6 +261,12 @@ def _turns(store: Store, namespace: str, session: str, newest: int | None = None
 
 def _name_of(record: Any) -> tuple[str, int]:
     return record.writer, record.number
+
+
+def _untold(error: StoreError) -> StoreError:
+    """Log an error of the store, and return what callers are told: its text names hosts, files and users."""
+    logger.warning("agentspec: a question about sessions cannot be answered: %s", error)
+    return StoreUnavailableError("the store is away, or refuses this; try again later (the server's log says why)")
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -251,6 +251,16 @@ def test_an_engine_is_asked_while_another_takes_its_time(start: Start, monkeypat
     assert server.listed(ADA) == ["one"]
 
 
+def test_the_log_and_no_caller_is_told_where_the_store_is(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start(ADA, url="redis://operator:hunter2-hunter2@127.0.0.1:1/0", engines=1)
+    for method, session in (("GET", ""), ("GET", "one"), ("DELETE", "one")):
+        caplog.clear()
+        answer = server.call(ADA, method, session)
+        assert answer.status_code == 503 and "try again" in answer.json()["detail"]
+        assert "127.0.0.1" not in answer.text and "operator" not in answer.text and "redis" not in answer.text
+        assert "127.0.0.1:1" in caplog.text and "hunter2" not in caplog.text
+
+
 def test_no_engine_waits_for_a_store_that_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_routes, "_WAIT_SECONDS", 1.0)
     server = start(ADA, url="redis://:hunter2-hunter2@127.0.0.1:1/0", engines=1)
