@@ -251,6 +251,15 @@ def test_an_engine_is_asked_while_another_takes_its_time(start: Start, monkeypat
     assert server.listed(ADA) == ["one"]
 
 
+def test_a_limit_below_zero_is_refused_and_no_empty_list(start: Start) -> None:
+    server = start(ADA, engines=1)
+    server.say(server.identity(ADA, "one"))
+    for limit, status in (("-1", 422), ("x", 422), ("0", 200), ("100000", 200)):  # vLLM makes 400 of 422
+        answer = server.call(ADA, "GET", params={"limit": limit})
+        assert answer.status_code == status and (status == 200 or "limit" in answer.text)
+    assert server.listed(ADA, params={"limit": 100_000}) == ["one"]
+
+
 def test_the_log_and_no_caller_is_told_where_the_store_is(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     server = start(ADA, url="redis://operator:hunter2-hunter2@127.0.0.1:1/0", engines=1)
     for method, session in (("GET", ""), ("GET", "one"), ("DELETE", "one")):

@@ -22,7 +22,7 @@ from itertools import chain
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from starlette.requests import ClientDisconnect
@@ -98,7 +98,7 @@ class NoSessionError(HTTPException):
 
 
 @router.get("")
-async def list_sessions(request: Request, limit: int = 100) -> dict[str, Any]:
+async def list_sessions(request: Request, limit: Annotated[int, Query(ge=0)] = 100) -> dict[str, Any]:
     """Return the caller's stored sessions: id, tokens, turns, bytes, when it was used last (epoch seconds), group."""
     engine = drafting_engine(request)
     owner, admin = _owner(engine)
@@ -106,7 +106,7 @@ async def list_sessions(request: Request, limit: int = 100) -> dict[str, Any]:
         why = "all callers of this server are one, so it doesn't list their sessions"
         how = "start it with --api-key, or for this machine alone with --host 127.0.0.1 and call it by that address"
         raise HTTPException(status_code=403, detail=f"{why}: {how}")
-    count = max(0, min(limit, _LONGEST_LIST))
+    count = min(limit, _LONGEST_LIST)
     found: dict[str, dict[str, Any]] = {}
     for answer in await _run(engine, owner, "list", owner.tenant, owner.principal, admin, count):
         found |= {session["key"]: session for session in answer}
