@@ -90,7 +90,7 @@ def ask(server: httpx.Client, method: str, path: str, expected: str, **more: Any
         raise (StoreUnavailableError if answer.status_code == 503 else InvalidInputError)(why)
     if not _has(answer, expected):
         location = answer.headers.get("Location")
-        sent_on = f" sends on to {location}" if location else ""
+        sent_on = f" sends on to {without_secrets(location)}" if location else ""
         raise InvalidInputError(f"HTTP {answer.status_code}{sent_on}; is this a server with agentspec?")
     return answer
 
@@ -102,7 +102,7 @@ def reading(what: str) -> Iterator[None]:
         yield
     except KeyError as error:
         raise InvalidInputError(f"{what}: the server's answer lacks {error}; {_OTHER_RELEASE}") from None
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise InvalidInputError(f"{what}: the server's answer is not understood ({error}); {_OTHER_RELEASE}") from None
 
 
@@ -118,7 +118,7 @@ def shown_time(seconds: float, *, today: str = "%Y-%m-%d %H:%M:%S") -> str:
 def _has(answer: httpx.Response, field: str) -> bool:
     try:
         said = answer.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(said, dict) and field in said
 
@@ -128,7 +128,7 @@ def _reason(answer: httpx.Response) -> str:
     try:
         said = answer.json()
         return str(said["error"]["message"] if "error" in said else said["detail"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -212,6 +213,43 @@ def test_an_answer_of_another_form_is_told_in_a_line(
     monkeypatch.setenv("COLUMNS", "200")
     ended, printed = agentspec(*command.split())
     assert (ended, message in printed, "Traceback" in printed) == (status, True, False), printed
+
+
+_DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("status", "stats", "session", "generated", "message"),
+    [
+        (200, json.dumps({"engines": [ENGINE]}), json.dumps(SESSION), "+Inf", "metrics: the server's answer is not"),
+        (200, json.dumps({"engines": [ENGINE]}), '{"id": "s", "tokens": 1e999}', "1", "no sessions: sessions: the"),
+        (200, f'{{"engines": {_DEEP}}}', json.dumps(SESSION), "1", "HTTP 200 sends on to http://***@elsewhere"),
+        (500, _DEEP, json.dumps(SESSION), "1", "HTTP 500; is this a server with agentspec?"),
+        (302, "", "", "", "HTTP 302 sends on to http://***@elsewhere/login?…; is this a server"),
+    ],
+)
+def test_an_answer_that_no_server_of_agentspec_gives_is_told_in_a_line(
+    agentspec: Program,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    stats: str,
+    session: str,
+    generated: str,
+    message: str,
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/metrics"):
+            return httpx.Response(200, text=f'vllm:generation_tokens_total{{engine="0"}} {generated}')
+        if request.url.path.endswith("/stats"):
+            return httpx.Response(
+                status, text=stats, headers={"Location": "http://ada:hunter2@elsewhere/login?token=1"}
+            )
+        return httpx.Response(200, text=f'{{"sessions": [{session}]}}')
+
+    client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **options: client(**options, transport=httpx.MockTransport(answer)))
+    ended, printed = agentspec("top", "--once", "--interval", "0.1")
+    assert ended == (0 if "sessions:" in message else 2) and message in printed, printed
 
 
 def test_a_time_of_today_has_no_date(top: Top, server: Server) -> None:
