@@ -35,8 +35,17 @@ _PART_BYTES = 256 * 1024
 class _Job:
     """Hold a job: the first future has its value, and is told when all have ended. asked: time of the latest poll."""
 
-    futures: tuple[Future[Any], ...]
     asked: float
+    futures: tuple[Future[Any], ...] = ()
+
+    def is_abandoned(self) -> bool:
+        """Return whether its asker is gone."""
+        return time.monotonic() - self.asked > _ABANDONED_SECONDS
+
+    def check_asker(self) -> None:
+        """Raise StoreUnavailableError if the asker is gone."""
+        if self.is_abandoned():
+            raise StoreUnavailableError("nobody waits for this answer any more")
 
 
 class SessionAdmin:
@@ -77,7 +86,9 @@ class SessionAdmin:
         """
         try:
             self._make_room()
-            self._jobs[job] = _Job(self._submit(owner, what, *args), time.monotonic())
+            begun = _Job(time.monotonic())
+            begun.futures = self._submit(begun, owner, what, *args)
+            self._jobs[job] = begun
         except AgentSpecError as error:
             return _failure(error)
         return {}
@@ -108,16 +119,17 @@ class SessionAdmin:
 
     def _make_room(self) -> None:
         """Forget jobs whose askers are gone. Raises StoreUnavailableError where too many others wait."""
-        now = time.monotonic()
-        for name in [name for name, job in self._jobs.items() if now - job.asked > _ABANDONED_SECONDS]:
+        for name in [name for name, job in self._jobs.items() if job.is_abandoned()]:
             del self._jobs[name]
         if len(self._jobs) >= _MOST_JOBS:
             raise StoreUnavailableError(f"{len(self._jobs)} questions about sessions wait for their answers; try again")
 
-    def _submit(self, owner: str | None, what: str, *args: Any) -> tuple[Future[Any], ...]:
+    def _submit(self, begun: _Job, owner: str | None, what: str, *args: Any) -> tuple[Future[Any], ...]:
         """Begin a job. Return its futures, as _Job holds them."""
         if what == "erase":
             return self._erase(owner, *args)
+        if what == "list":
+            args = (*args, begun)
         if what == "tenants":
             args = (*args, {state.identity.tenant for state in self._of(args[0])})
         jobs: dict[str, Callable[..., Any]] = {
@@ -171,16 +183,22 @@ class SessionAdmin:
         return store.namespaces(logs.prefix if anybody else logs.family(tenant), session=session)
 
     def _list(
-        self, store: Store, tenant: str | None, principal: str | None, anybody: bool, count: int
+        self, store: Store, tenant: str | None, principal: str | None, anybody: bool, count: int, begun: _Job
     ) -> list[dict[str, Any]]:
-        """Return the sessions used last, as `begin` says. A session may be in several logs."""
+        """Return the sessions used last, as `begin` says. A session may be in several logs.
+
+        Among very many sessions of others this takes long. So it ends where the asker is gone, or lists that nobody
+        waits for would hold up the store's other jobs.
+        """
         held: dict[str, list[tuple[str, SessionUsage]]] = {}  # by session, which may be in several logs
+        begun.check_asker()
         for log in self._logs(store, tenant, anybody):
             for usage in store.sessions(log):
                 if usage.session:
                     held.setdefault(usage.session, []).append((log, usage))
         found: list[dict[str, Any]] = []
         for session in sorted(held, key=lambda session: -max(usage.used for _, usage in held[session])):
+            begun.check_asker()
             parts = sorted(held[session], key=lambda part: part[1].used)
             owners = () if anybody else (turn.principal for turn in _turns(store, parts[-1][0], session, newest=1))
             if (anybody or principal in owners) and (shown := _shown(store, session, parts)):

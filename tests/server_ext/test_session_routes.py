@@ -9,6 +9,7 @@ import pytest
 from agentspec.addresses import is_loopback
 from agentspec.cache.store import Store, StoreJobs
 from agentspec.identifiers import to_header
+from agentspec.server_ext import session_admin
 from agentspec.server_ext.api import session_routes
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.identity.callers import Presented
@@ -231,6 +232,28 @@ def test_a_question_too_many_is_refused_and_no_other_is_forgotten(
     assert server.call(ADA, "GET", "one").status_code == 200
     monkeypatch.setattr("agentspec.server_ext.session_admin._ABANDONED_SECONDS", 0.0)
     assert admin.begin("job257", None, "tenants", session) == {} and len(admin._jobs) == 1
+
+
+def test_a_list_that_nobody_waits_for_reads_no_more_sessions(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among a million sessions of others it went on for minutes, and erasures waited behind it."""
+    server = start(ADA, engines=1, tenant="acme")
+    for name in ("one", "two", "three"):
+        server.say(server.identity(ADA, name))
+    admin, bob = server.engines[0]._sessions, server.identity(BOB, "x")
+    read: list[str] = []
+    original = session_admin._turns
+
+    def turns(store: Store, log: str, session: str, newest: int | None = None) -> Any:
+        read.append(session)
+        if len(read) == 2:
+            monkeypatch.setattr(session_admin, "_ABANDONED_SECONDS", -1.0)
+        return original(store, log, session, newest)
+
+    monkeypatch.setattr(session_admin, "_turns", turns)
+    for name in ("first", "second"):  # the second one begins when its asker is gone
+        assert admin.begin(name, bob.principal, "list", bob.tenant, bob.principal, False, 10) == {}
+        server.wait(lambda: server.engines[0]._persistence.stats()["jobs"] == 0)
+    assert len(read) == 2
 
 
 def test_an_engine_is_asked_while_another_takes_its_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
