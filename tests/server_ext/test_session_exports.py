@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import threading
+import time
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +133,29 @@ class TestExportAndImport:
         assert answer.status_code == 400, answer.text
         assert answer.json()["detail"].startswith(field)
         assert server.listed(ADA) == ["one"]
+
+    def test_long_imports_of_one_caller_hold_up_nothing_else(self, start: Start) -> None:
+        """They took all threads of the API server, and chats with tools waited for minutes."""
+        server = start(ADA, BOB, engines=1)
+        server.say(server.identity(ADA, "one"))
+        release = threading.Event()
+
+        def encode(text: str, **_: Any) -> list[int]:
+            assert text != "slow" or release.wait(60)
+            return [1, 2, 3]
+
+        server.get_tokenizer = lambda: SimpleNamespace(encode=encode)
+        slow, quick = ({"version": 1, "texts": [text]} for text in ("slow", "quick"))
+        with server.http, ThreadPoolExecutor(50) as callers:  # one event loop for all, as in a server
+            try:
+                waiting = [callers.submit(server.call, ADA, "PUT", f"slow{i}", json=slow) for i in range(40)]
+                time.sleep(0.5)
+                assert callers.submit(server.call, ADA, "GET", "one").result(20).status_code == 200
+                assert callers.submit(server.call, BOB, "PUT", "quick", json=quick).result(20).status_code == 200
+                assert not any(call.done() for call in waiting)
+            finally:
+                release.set()
+            assert {call.result(60).status_code for call in waiting} == {200}
 
     def test_a_body_without_end_is_refused(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(session_routes, "_MAX_BODY", 1000)

@@ -18,8 +18,10 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Annotated, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from fastapi import APIRouter, HTTPException, Query, Request
@@ -53,6 +55,11 @@ _LONGEST_LIST = 1_000
 _MAX_BODY = 8 * 1024 * 1024  # about a million tokens; made to take memory, parsed JSON takes 25 times as much
 _WAIT_SECONDS = 20.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
+
+_imports = ThreadPoolExecutor(4, "agentspec-imports")
+"""Threads in which long texts become tokens for many seconds. Chats and exports must not wait, so they have others."""
+_turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
+"""Held by a principal's import: a principal has one at a time, so that the others' find a thread."""
 
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]  # one error says enough
@@ -133,15 +140,9 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
     """Add an exported session's turns, or texts, to a session of the caller. only_new: unless it exists."""
     engine = drafting_engine(request)
     identity = _identity(engine, session_id, write=True)
-    given = await asyncio.to_thread(_parse, await _body(request))
-    log = await asyncio.to_thread(served_model_key, engine.vllm_config)
-    session = await asyncio.to_thread(_tokenised, given, engine, session_id, log)
-    if session.log != log:
-        raise _refused(
-            "log: the session was exported from another model or tokenizer, whose tokens mean something else"
-        )
-    vocabulary = engine.vllm_config.model_config.get_vocab_size()
-    payloads = await asyncio.to_thread(_import, session, identity, vocabulary)
+    body = await _body(request)
+    async with _turns.setdefault(identity.principal, asyncio.Lock()):
+        payloads = await asyncio.get_running_loop().run_in_executor(_imports, _read, body, engine, session_id, identity)
     added = []
     for number in engine_numbers(engine):  # one by one, because they may share a store
         args = (identity.session, identity.tenant, payloads, only_new)
@@ -252,6 +253,17 @@ async def _body(request: Request) -> bytes:
     except ClientDisconnect:  # nobody hears of it, and a traceback in the log would help nobody
         raise _refused("body: the caller left before its end") from None
     return bytes(body)
+
+
+def _read(body: bytes, engine: Any, session_id: str, identity: Identity) -> list[bytes]:
+    """Return the records of what is imported. Raise 400, naming the first wrong field."""
+    log = served_model_key(engine.vllm_config)
+    session = _tokenised(_parse(body), engine, session_id, log)
+    if session.log != log:
+        raise _refused(
+            "log: the session was exported from another model or tokenizer, whose tokens mean something else"
+        )
+    return _import(session, identity, engine.vllm_config.model_config.get_vocab_size())
 
 
 def _parse(body: bytes) -> ExportedSession | SessionTexts:
