@@ -35,7 +35,11 @@ void CacheEntries::trim(Session& session) {
   const Size size = session.size();
   if (!over_budget(size)) return;
   std::size_t tokens = size.tokens;
-  if (limits.session.tokens > 0) tokens = std::min(tokens, limits.session.tokens);
+  if (limits.session.tokens > 0) {
+    tokens = std::min(tokens, limits.session.tokens);
+  } else if (limits.session.bytes == 0) {
+    tokens = std::min(tokens, kSessionTokens);
+  }
   if (size.over_bytes(limits.session)) {  // otherwise the product may not fit into 64 bits
     tokens = std::min(tokens, size.tokens * limits.session.bytes / size.bytes);
   }

@@ -285,6 +285,17 @@ def test_a_session_over_its_tokens_keeps_half_of_them_whatever_its_bytes_may_be(
     assert caches[0].stats().tokens == caches[1].stats().tokens
 
 
+def test_a_turn_of_millions_of_tokens_is_cut_to_what_a_session_holds_without_a_budget() -> None:
+    """As of an imported text. Its half was kept, which was more than a session may hold."""
+    cache = SuffixCache()
+    text = np.random.default_rng(0).integers(0, 1000, 2_000_000, dtype=np.int32)
+    for number in (1, 2):
+        said = FinishedTurn(None, "s", 0, np.zeros(0, np.int32), text, scope="session", writer="w", number=number)
+        cache.restore(said)
+        cache.catch_up()
+        assert 0 < cache.stats().tokens <= 2**19
+
+
 def test_a_session_cut_to_nothing_takes_its_records_back(tmp_path: Path) -> None:
     """Its places and records went with the text, so a snapshot is sound and a stored turn is new to it."""
     cache = SuffixCache(per_session=Budget(tokens=1))
