@@ -319,3 +319,13 @@ def test_a_tokenizer_that_fails_costs_no_answer(start: Start, caplog: pytest.Log
 def test_texts_are_told_apart_from_instructions() -> None:
     said = [{"role": role, "content": f"{role}\n" * 9} for role in ("system", "user", "assistant", "tool", "developer")]
     assert quotable_texts({"messages": said}, JSON) == ["user\n" * 9, "assistant\n" * 9, "tool\n" * 9]
+
+
+def test_parts_in_parts_are_read_in_their_order_however_deep() -> None:
+    """From Python 3.12 on, JSON is parsed to a greater depth than Python's functions may call themselves."""
+    parts: Any = "deepest\n" * 9
+    for _ in range(5_000):
+        parts = [{"type": "tool_result", "content": parts}]
+    said = [{"text": "first\n" * 9, "content": "second\n" * 9}, *parts, {"text": "last\n" * 9}]
+    found = quotable_texts({"messages": [{"role": "user", "content": said}]}, JSON)
+    assert found == ["first\n" * 9, "second\n" * 9, "deepest\n" * 9, "last\n" * 9]

@@ -218,13 +218,15 @@ def _wants_json(request: dict[str, Any]) -> bool:
 
 def _strings(content: Any) -> Iterator[str]:
     """Yield the texts of a message's content: a string, or parts, which may have contents themselves."""
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
-        for part in content:
-            if isinstance(part, dict):
-                yield from _strings(part.get("text"))
-                yield from _strings(part.get("content"))
+    left = [content]
+    while left:  # a recursion would end at a body that is nested deeply
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            for part in reversed(value):
+                if isinstance(part, dict):
+                    left += [part.get("content"), part.get("text")]
 
 
 def _is_prose(text: str) -> bool:
