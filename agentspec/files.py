@@ -14,6 +14,8 @@ from agentspec.errors import InvalidInputError
 
 _GZIP = b"\x1f\x8b"
 """First bytes of a file that gzip compressed."""
+_LOCK = ".lock"
+"""File in a folder that its present writer has locked."""
 
 
 def read_lines(path: Path, progress: Callable[[int], None] = lambda read: None) -> Iterator[bytes]:
@@ -80,6 +82,56 @@ def takes_json_lines(path: Path) -> bool:
             with path.open("rb") as file:
                 return file.read(1) in (b"", b"{", b"\n")
     return True
+
+
+@contextmanager
+def locked(folder: Path, busy: Callable[[], None]) -> Iterator[None]:
+    """Keep other processes that call this out of a folder, where the system has locks. A killed process holds none.
+
+    busy: called if another process is in there. It may raise; where it returns, wait until that process is done. A
+    folder in which no file can be made is not locked, because nobody writes there.
+    """
+    path = folder / _LOCK
+    file = _lock(path, busy)
+    try:
+        yield
+    finally:
+        if file is not None:
+            with suppress(OSError):
+                path.unlink()
+            os.close(file)
+
+
+def _lock(path: Path, busy: Callable[[], None]) -> int | None:
+    """Return the descriptor of a file that this process has locked; None where that cannot be."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    while True:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EROFS):
+                return None
+            raise
+        try:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no forked process inherits it
+            except (BlockingIOError, PermissionError):
+                busy()
+                fcntl.lockf(file, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        except FileNotFoundError:  # the process before removed it, and another may have made it again
+            pass
+        except OSError:  # a file system without locks
+            os.close(file)
+            return None
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
 
 
 def create_private(path: Path) -> str | None:

@@ -3,14 +3,24 @@
 import errno
 import gzip
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from agentspec.errors import InvalidInputError
-from agentspec.files import read_lines, replacing
+from agentspec.files import locked, read_lines, replacing
 
+HOLDER = """
+import sys
+from pathlib import Path
+from agentspec.files import locked
+with locked(Path(sys.argv[1]), lambda: None):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -96,3 +106,32 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         list(read_lines(tmp_path / "none"))
     with pytest.raises(InvalidInputError, match=f"{tmp_path}: cannot be read: Is a directory"):
         list(read_lines(tmp_path))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_folder_is_locked_until_its_process_ends(tmp_path: Path, killed: bool) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+
+        def refuse() -> None:
+            raise InvalidInputError("busy")
+
+        with pytest.raises(InvalidInputError, match="busy"), locked(tmp_path, refuse):
+            pass
+        end = holder.kill if killed else holder.stdin.close
+        with locked(tmp_path, end):  # and waits
+            assert holder.wait() == (-9 if killed else 0)
+            assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_nobody_writes_and_one_without_locks_are_not_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, code in (("os.open", errno.EROFS), ("fcntl.lockf", errno.ENOLCK)):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, lambda *_, code=code: (_ for _ in ()).throw(OSError(code, "no")))
+            with locked(tmp_path, lambda: pytest.fail("busy")):
+                assert tmp_path.is_dir()

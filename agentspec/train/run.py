@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentspec.errors import ConfigurationError
-from agentspec.files import replacing
+from agentspec.files import locked, replacing
 from agentspec.server_ext.speculator import save_speculator
 from agentspec.server_ext.speculator.checkpoint import read_config
 from agentspec.server_ext.speculator.config import MODEL_TYPE
@@ -35,16 +36,28 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
     ``checkpoint.output_dir``. Raises ConfigurationError and InvalidInputError that name the field and the remedy.
     """
     out = config.checkpoint.output_dir
-    if (out / REPORT).exists():
-        raise ConfigurationError(f"checkpoint.output_dir: {out} holds a finished speculator; name another folder")
-    if (out / "config.json").exists() and read_config(out).get("model_type") != MODEL_TYPE:
-        raise ConfigurationError(
-            f"checkpoint.output_dir: {out} holds another model, as its config.json says; name another"
-        )
-    with _folder(out), Progress(*_COLUMNS, console=console) as bars:
+    with _folder(out), locked(out, partial(_refuse_busy, out)):
+        if (out / REPORT).exists():
+            raise ConfigurationError(f"checkpoint.output_dir: {out} holds a finished speculator; name another folder")
+        if (out / "config.json").exists() and read_config(out).get("model_type") != MODEL_TYPE:
+            raise ConfigurationError(
+                f"checkpoint.output_dir: {out} holds another model, as its config.json says; name another"
+            )
+        return _train(config, out, console)
+
+
+def _refuse_busy(out: Path) -> None:
+    raise ConfigurationError(
+        f"checkpoint.output_dir: another training writes into {out}; let it end, or name another folder"
+    )
+
+
+def _train(config: TrainingConfig, out: Path, console: Console) -> dict[str, Any]:
+    with Progress(*_COLUMNS, console=console) as bars:
         run = _Run(config, bars)
-        corpus = gather(config, run.folder, run.answer)
-        head = run.prepare(corpus)
+        with run.cache():
+            corpus = gather(config, run.folder, run.answer)
+            head = run.prepare(corpus)
         with (
             HiddenStates(corpus.train, run.folder / "train") as data,
             HiddenStates(corpus.held_out, run.folder / "held-out") as held_out,
@@ -93,6 +106,18 @@ class _Run:
         self.target = target_shape(config.model.name_or_path)
         self._bars = bars
         self._opened: Target | None = None
+
+    @contextmanager
+    def cache(self) -> Iterator[None]:
+        """Hold the cache folder while it is filled. Wait where another training of these data and this target does."""
+
+        def wait() -> None:
+            self._bars.console.print(f"waiting for another training, which fills {self.folder}", soft_wrap=True)
+
+        if not self.folder.exists():
+            make_folder(self.folder, "data.cache_dir")
+        with locked(self.folder, wait):
+            yield
 
     def answer(self, source: PromptsSource, out: Path) -> None:
         """Answer a source's prompts with vLLM and write the calls to ``out``."""

@@ -1,11 +1,16 @@
 """The command on a small target: what it writes, that it learns, and that cutting it off changes nothing."""
 
 import errno
+import io
 import json
 import re
 import resource
 import shutil
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,7 @@ from agentspec.train.corpus import folder_of, gather
 from agentspec.train.evaluate import Acceptance, measure
 from agentspec.train.hidden_states import HiddenStates
 from agentspec.train.run import train
+from tests.test_files import HOLDER
 from tests.train.conftest import HIDDEN, VOCABULARY
 
 QUIET = Console(quiet=True)
@@ -204,6 +210,34 @@ def test_a_folder_that_cannot_be_written_is_named_at_once(
     monkeypatch.setattr("os.access", lambda path, mode: not str(path).startswith(str(folder)))
     with pytest.raises(ConfigurationError, match=rf"{field}: .* cannot be written; name another folder"):
         train(TrainingConfig.model_validate(settings), QUIET)
+
+
+def test_two_trainings_do_not_write_into_one_folder(settings: dict[str, Any], tmp_path: Path) -> None:
+    """They wrote one training.pt; one of them ended for want of its training.pt.part."""
+    config = TrainingConfig.model_validate(settings)
+    out, cache = config.checkpoint.output_dir, folder_of(config)
+    for folder in (out, cache):
+        folder.mkdir(parents=True)
+    with (
+        held(out),
+        pytest.raises(ConfigurationError, match=rf"checkpoint\.output_dir: another .* {re.escape(str(out))};"),
+    ):
+        train(config, QUIET)
+    with held(cache) as holder, Console(record=True, file=io.StringIO()) as console:
+        threading.Timer(1, holder.kill).start()
+        assert train(config, console)["training"]["steps"] == 12
+    assert f"waiting for another training, which fills {cache}" in console.export_text()
+    assert holder.poll() is not None and not [*out.glob(".*"), *cache.glob(".*")]
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has a folder locked, and its end."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+        yield holder
+        holder.kill()
 
 
 @pytest.mark.parametrize("full", ["train.safetensors", "training.pt", "pytorch_model.bin"])
