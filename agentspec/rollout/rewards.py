@@ -156,6 +156,8 @@ class Rewards:
         assert self._reward is not None
         returned = _awaited(self._reward(problem, sample), self._seconds)
         try:
+            if isinstance(returned, str | bytes | bytearray):  # float would read "1_0" as 10
+                raise TypeError
             value = float(returned)
         except (TypeError, ValueError):
             raise TypeError(f"it returned {_shown(returned)}; return a number") from None

@@ -41,6 +41,8 @@ class Unprintable(BaseException):
         ("float('nan')", "ValueError: nan is not a finite number"),
         ("None", "TypeError: it returned None; return a number"),
         ("{'score': 1}", "TypeError: it returned dict, {'score': 1}; return a number"),
+        ("'0.5'", "TypeError: it returned str, '0.5'; return a number"),
+        ("b'0.5'", "TypeError: it returned bytes, b'0.5'; return a number"),
     ],
 )
 def test_an_answer_that_a_reward_runs_ends_nothing(tmp_path: Path, answer: str, said: str) -> None:
