@@ -65,7 +65,16 @@ class Sample:
         return Key(self.id, self.epoch, self.sample)
 
 
-_NEEDED = {"id", "epoch", "sample", "completion_ids"}
+_NEEDED = {"id", "epoch", "sample", "prompt_ids", "completion_ids", "logprobs", "text"}
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("text", str, "a text"),
+    ("prompt_ids", list, "a list"),
+    ("completion_ids", list, "a list"),
+    ("logprobs", list, "a list"),
+    ("fields", dict, "an object"),
+    ("sampling", dict | None, "an object or null"),
+)
+"""Fields of a line, their types, and how an error calls these."""
 _BEGIN = re.compile(rb'\{"id": "(?:[^"\\]|\\.)*(?:\\\Z)?')
 _GOES_ON = b'", "epoch": '
 """How each line begins that `Journal.write` writes."""
@@ -80,8 +89,8 @@ class Journal:
     """Write samples to a file, and know which ones it holds.
 
     Opening a file that exists removes a last line that was cut off. Raises InvalidInputError that names a line which is
-    no sample, for a file that another process writes, and for a pipe or a device, which cannot be read again (but
-    /dev/null keeps nothing); then the file is as it was. Processes that are forked off have it closed.
+    no sample or repeats one, for a file that another process writes, and for a pipe or a device, which cannot be read
+    again (but /dev/null keeps nothing); then the file is as it was. Processes that are forked off have it closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +106,8 @@ class Journal:
             if not stat.S_ISREG(os.fstat(self._file).st_mode) and not path.samefile(os.devnull):
                 raise InvalidInputError(f"{path}: is a pipe or a device, which cannot be read again; give a file")
             end = self._end_of_whole_lines()
-            for sample in self._read(end):
+            for number, sample in enumerate(self._read(end), 1):
+                self._check_is_new(sample, f"line {number}")
                 self._note(sample)
             self._mend_last_line(end)
         except BaseException:
@@ -234,6 +244,14 @@ class Journal:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=close)
 
+    def _check_is_new(self, sample: Sample, place: str) -> None:
+        """Raise InvalidInputError for a sample that stands there twice, as where files were put together."""
+        if sample.key in self._rewards:
+            raise InvalidInputError(
+                f"{self.path}, {place}: the sample {tuple(sample.key)} stands there twice; remove one, or write to "
+                "another file"
+            )
+
     def _note(self, sample: Sample) -> None:
         self._rewards[sample.key] = sample.reward
         if sample.id not in self._prompts:
@@ -280,6 +298,7 @@ class Journal:
                 ) from None
             os.ftruncate(self._file, begin)
         else:
+            self._check_is_new(sample, "its last line")
             os.write(self._file, b"\n")
             self._note(sample)
 
@@ -333,9 +352,18 @@ def _line(sample: Sample) -> bytes:
 
 def _parse(line: bytes) -> Sample:
     """Return the sample of a line. Raises ValueError, TypeError or RecursionError if it is none."""
-    values = json.loads(line.decode("utf-8", errors="surrogatepass"))
+    repeated: list[str] = []
+
+    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        repeated[:] = [name for name, _ in pairs] if len(made) < len(pairs) else ()  # the line's own object comes last
+        return made
+
+    values = json.loads(line.decode("utf-8", errors="surrogatepass"), object_pairs_hook=as_object)
     if not isinstance(values, dict) or not values.keys() >= _NEEDED:
         raise ValueError(f"needs {', '.join(sorted(_NEEDED))}")
+    if repeated:
+        raise ValueError(f"{max(repeated, key=repeated.count)}: stands there twice")
     sample = Sample(**values)
     if not (type(sample.id) is str and type(sample.epoch) is int and type(sample.sample) is int):
         raise ValueError("id: a text, epoch and sample: whole numbers expected")  # pandas makes a number of the id "7"
@@ -343,8 +371,9 @@ def _parse(line: bytes) -> Sample:
         raise ValueError("reward: a number or null expected")
     if sample.reward is not None and not abs(sample.reward) <= sys.float_info.max:  # also refuses nan, which json reads
         raise ValueError("reward: a finite number expected")
-    if not isinstance(sample.sampling, dict | None):
-        raise ValueError("sampling: an object or null expected")
+    for name, kind, called in _KINDS:
+        if not isinstance(getattr(sample, name), kind):
+            raise ValueError(f"{name}: {called} expected")
     return sample
 
 

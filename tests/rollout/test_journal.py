@@ -159,6 +159,8 @@ def test_samples_are_replaced_where_they_stand(tmp_path: Path) -> None:
                 {"reward": 10**400},
             )
         ),
+        *(json.dumps({"id": "p", "epoch": 0, **SAMPLED, name: None}) + "\n" for name in ("text", "logprobs", "fields")),
+        json.dumps({"id": "p", "epoch": 0, **SAMPLED})[:-1] + ', "id": "q"}\n',
     ],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> None:
@@ -167,6 +169,29 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> No
     with pytest.raises(AgentSpecError, match=r"notes\.jsonl.* line.* not a sample of a rollout"):
         Journal(path)
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_sample_that_a_file_holds_twice_is_named(tmp_path: Path, end: str) -> None:
+    """Trainers were given both, though each is there exactly once."""
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        for number in range(2):
+            journal.write(sample(number))
+    text = path.read_text() + path.read_text().splitlines()[0] + end
+    path.write_text(text)
+    with pytest.raises(
+        AgentSpecError, match=r"jsonl, (line 3|its last line): the sample \('p', 0, 0\) stands there twice"
+    ):
+        Journal(path)
+    assert path.read_text() == text
+
+
+def test_fields_may_have_a_name_twice(tmp_path: Path) -> None:
+    """Python's dictionaries may hold 1 beside "1", and JSON writes them alike."""
+    with Journal(tmp_path / "rollouts.jsonl") as journal:
+        journal.write(sample(fields={"by": {1: "a", "1": "b"}}))
+        assert [one.fields for one in journal.samples()] == [{"by": {"1": "b"}}]
 
 
 def test_a_file_that_is_no_text_is_left_alone(tmp_path: Path) -> None:
