@@ -148,11 +148,11 @@ def _problem(place: str, row: Any) -> Problem:
 
 def _prompt(place: str, name: str, prompt: Any) -> Any:
     """Return a prompt; messages with their text parts joined. Raises InvalidInputError for what can be none."""
+    try:
+        json.dumps(prompt, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:  # the tokenizer would speak of types, once vLLM has started
+        raise InvalidInputError(f"{place} holds half of a surrogate pair, which is no text; remove it") from None
     if isinstance(prompt, str) and name == "prompt":
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise InvalidInputError(f"{place} holds half of a surrogate pair, which is no text") from None
         if prompt:
             return prompt
     elif isinstance(prompt, list) and prompt:

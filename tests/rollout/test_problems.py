@@ -181,6 +181,7 @@ def test_text_parts_of_a_message_are_joined(tmp_path: Path) -> None:
         ([{"role": "user", "content": [{"type": "image_url"}]}], "neither a text nor .*; leave the problem out"),
         ([1, 2, 3], 'token ids, which go into "prompt_token_ids"'),
         ("x\ud800", '"prompt" holds half of a surrogate pair'),
+        ([{"role": "user", "content": "x\ud800"}], '"prompt" holds half of a surrogate pair.*; remove it'),
     ],
 )
 def test_a_prompt_that_no_model_can_read_is_named(tmp_path: Path, prompt: Any, message: str) -> None:
