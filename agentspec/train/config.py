@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, first_line
 from agentspec.server_ext.settings import refuse_switch
 
 Dimension = Annotated[
@@ -156,17 +156,34 @@ class TrainingConfig(Section):
         return self
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuse a mapping with a field twice, of which YAML's own loader takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for name, _ in node.value:
+            if isinstance(name, yaml.ScalarNode):
+                if name.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{name.value} stands there twice", problem_mark=name.start_mark)
+                seen.add(name.value)
+        return node
+
+
 def load_config(path: Path) -> TrainingConfig:
     """Read and check the YAML file. Relative paths in it start at the working directory.
 
     Raises ConfigurationError naming the file, the field and the remedy.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give a training's YAML file") from None
+    except yaml.MarkedYAMLError as error:  # its text has several lines
+        place = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ConfigurationError(f"{path}{place}: cannot be read as YAML: {error.problem}; mend it") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that does not exist, say
-        raise ConfigurationError(f"{path}: cannot be read as YAML: {error}") from None
+        raise ConfigurationError(f"{path}: cannot be read as YAML: {first_line(error)}; mend it") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path}: a mapping of fields expected; docs/speculator.md shows one")
     try:

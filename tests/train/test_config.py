@@ -96,6 +96,21 @@ def test_refuses_what_is_no_mapping(tmp_path: Path, text: str) -> None:
         load_config(write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("seed: 1\nmodel:\n  method: sum_lstm\n  method: sum_rnn\n", ", line 4: .*: method stands there twice"),
+        ("model: [1\n", ", line 2: .*: expected ',' or ']'"),
+        ("loss: \x07", ": cannot be read as YAML: .*special characters"),
+    ],
+)
+def test_an_error_of_yaml_is_one_line(tmp_path: Path, text: str, named: str) -> None:
+    """Of a field that stood there twice the last one won, unsaid."""
+    with pytest.raises(ConfigurationError, match=rf"config\.yaml{named}") as error:
+        load_config(write(tmp_path, text))
+    assert len(str(error.value).splitlines()) == 1
+
+
 def test_a_file_that_is_not_there_is_no_matter_of_yaml(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be read \(No such file or directory\); give a training"):
         load_config(tmp_path / "none.yaml")
