@@ -147,7 +147,7 @@ class Joiner:
 
 def from_records(path: Path, tokenizer: str | None) -> list[Conversation]:
     """Read the conversations of a file of recorded calls. Raises InvalidInputError naming file, line and field."""
-    encode = None if tokenizer is None else open_tokenizer(tokenizer)
+    encode = None if tokenizer is None else open_tokenizer(tokenizer, "data.sources: tokenizer")
     return from_calls(read_calls(path, tokenizer=encode))
 
 

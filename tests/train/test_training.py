@@ -164,6 +164,13 @@ def test_lk_learns_the_target_s_distribution_and_not_the_recorded_token(
     assert overlap["cross_entropy"] < 0.5
 
 
+def test_a_tokenizer_that_is_not_there_is_named_by_its_field(settings: dict[str, Any], tmp_path: Path) -> None:
+    """By its field, not by an option of another command."""
+    settings["data"]["sources"][0]["tokenizer"] = str(tmp_path / "none.json")
+    with pytest.raises(ConfigurationError, match=r"^data\.sources: tokenizer .*none\.json: no such file"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
 def test_a_recipe_without_sessions_says_so(settings: dict[str, Any]) -> None:
     settings["data"]["max_length"] = 3
     out = Path(settings["checkpoint"]["output_dir"])
