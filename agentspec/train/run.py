@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from agentspec.train.hidden_states import HiddenStates, Target, extract, target_
 from agentspec.train.trainer import Trainer, speculator_config
 
 REPORT = "report.json"
+_LOG_SECONDS = 60.0
 
 
 def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def _refuse_busy(out: Path) -> None:
 
 
 def _train(config: TrainingConfig, out: Path, console: Console) -> dict[str, Any]:
-    with Progress(*_COLUMNS, console=console) as bars:
+    with _Bars(console) as bars:
         run = _Run(config, bars)
         with run.cache():
             corpus = gather(config, run.folder, run.answer)
@@ -93,13 +95,34 @@ def _folder(path: Path) -> Iterator[None]:
             path.rmdir()
 
 
-_COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+class _Bars(Progress):
+    """Show how far a training is: as bars in a terminal, elsewhere as a line a minute and one at each part's end."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        super().__init__(*columns, console=console, disable=not console.is_terminal)
+        self._said = time.monotonic()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        self._say(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._say(task_id)
+
+    def _say(self, task_id: TaskID) -> None:
+        (task,) = (task for task in self.tasks if task.id == task_id)
+        if self.console.is_terminal or not (task.finished or time.monotonic() - self._said >= _LOG_SECONDS):
+            return
+        self._said = time.monotonic()
+        self.console.print(f"{task.description}: {task.completed:,.0f} of {task.total:,.0f}", soft_wrap=True)
 
 
 class _Run:
     """Hold the cache folder, the device and, while it is needed, the target of a run."""
 
-    def __init__(self, config: TrainingConfig, bars: Progress) -> None:
+    def __init__(self, config: TrainingConfig, bars: _Bars) -> None:
         self.config = config
         self.folder = folder_of(config)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -25,7 +25,7 @@ from agentspec.cli import main
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.server_ext.speculator import DraftLoop, Speculator, load_speculator
 from agentspec.testing.server import free_port
-from agentspec.train import corpus, trainer
+from agentspec.train import corpus, run, trainer
 from agentspec.train.config import TrainingConfig
 from agentspec.train.corpus import folder_of, gather
 from agentspec.train.evaluate import Acceptance, measure
@@ -162,6 +162,19 @@ def test_lk_learns_the_target_s_distribution_and_not_the_recorded_token(
         overlap[loss] = float(torch.minimum(target, drafted).sum(-1).mean())
     assert overlap["lk"] > 0.9
     assert overlap["cross_entropy"] < 0.5
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_progress_in_a_log_is_lines(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """There was none before the end, which takes hours."""
+    monkeypatch.setattr(run, "_LOG_SECONDS", seconds)
+    log = io.StringIO()
+    train(TrainingConfig.model_validate(settings), Console(file=log))
+    lines = log.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == ["hidden states, train", "hidden states, held-out"]
+    shown = [line.partition(": ")[2] for line in lines if line.startswith("training, loss ")]
+    assert shown == [f"{step} of 12" for step in (range(1, 13) if seconds == 0.0 else [12])]
+    assert len(lines) == 2 + len(shown)
 
 
 def test_a_tokenizer_that_is_not_there_is_named_by_its_field(settings: dict[str, Any], tmp_path: Path) -> None:
