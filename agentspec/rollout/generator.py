@@ -187,8 +187,9 @@ class RolloutGenerator:
         progress: called after each engine step that finished a sample. scored: called as samples that the journal holds
         without a reward are scored, with how many were and how many there are. If the caller stops, or an error is
         raised, the engine's open requests are aborted; what was finished is in the journal. A sample is written once
-        its reward is known, whatever the rewards of others take. With a reward function, samples that the journal holds
-        without a reward are scored first, and written every half minute. Raises InvalidInputError for two problems with
+        its reward is known, whatever the rewards of others take; a KeyboardInterrupt while they are waited for writes
+        the rest without. With a reward function, samples that the journal holds without a reward are scored first, and
+        written every half minute. Raises InvalidInputError for two problems with
         one id, for prompts that the model cannot take, and for a journal whose samples are of another model or were
         sampled otherwise.
         """
@@ -307,11 +308,18 @@ class RolloutGenerator:
                     self._engine.abort(list(running))
             finally:
                 if rewards:
-                    waiting = "agentspec: %d finished samples wait for their rewards; Ctrl-C gives these samples up"
+                    waiting = (
+                        "agentspec: %d finished samples wait for their rewards; Ctrl-C leaves these to the next run"
+                    )
                     logger.warning(waiting, len(rewards))
-                while rewards:  # a second Ctrl-C ends the wait for them
-                    for sample in rewards.take(wait=True):
+                try:
+                    while rewards:
+                        for sample in rewards.take(wait=True):
+                            self._write(sample, figures)
+                except KeyboardInterrupt:  # a second one ends the wait, and the next run scores what has no reward
+                    for sample in rewards.drop():
                         self._write(sample, figures)
+                    raise
 
     def _write(self, sample: Sample, figures: EpochFigures) -> None:
         self._journal.write(sample)

@@ -1,7 +1,7 @@
 """Keep the samples of a rollout in a file of JSON lines, each (id, epoch, sample) exactly once.
 
-A sample is one line, written whole by one system call as soon as it is finished. So a run that is killed keeps every
-finished sample; the next one removes a line that was cut off, and samples and scores what is missing.
+A sample is one line, written whole by one system call as soon as it has its reward. So a run that is killed keeps every
+such sample; the next one removes a line that was cut off, and samples and scores what is missing.
 """
 
 import errno

@@ -64,11 +64,13 @@ class Rewards:
         """Return how many samples were given and are not back."""
         return len(self._waiting) + len(self._running)
 
-    def drop(self) -> None:
-        """Forget the samples that are not back, as those of a rollout that was interrupted."""
+    def drop(self) -> list[Sample]:
+        """Forget the samples that are not back, as those of a rollout that was interrupted. Return them as given."""
+        dropped = [call.sample for call in self._running.values()] + [sample for _, sample in self._waiting]
         self._waiting.clear()
         self._hung += [call.thread for call in self._running.values()]
         self._running.clear()
+        return dropped
 
     def give(self, problem: Problem, sample: Sample) -> None:
         """Let a sample wait for its reward."""
