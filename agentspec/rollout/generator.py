@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.cache.types import DraftRates
-from agentspec.errors import ConfigurationError, InvalidInputError, RolloutError
-from agentspec.rollout.journal import Journal, Key, Sample
+from agentspec.errors import ConfigurationError, InvalidInputError, RolloutError, first_line
+from agentspec.identifiers import check_session_id
+from agentspec.rollout.journal import Journal, Key, Sample, as_text
 from agentspec.rollout.problems import Problem
 from agentspec.rollout.ray_engine import RayEngine
 from agentspec.rollout.rewards import Reward, Rewards
@@ -189,13 +190,11 @@ class RolloutGenerator:
         raised, the engine's open requests are aborted; what was finished is in the journal. A sample is written once
         its reward is known, whatever the rewards of others take; a KeyboardInterrupt while they are waited for writes
         the rest without. With a reward function, samples that the journal holds without a reward are scored first, and
-        written every half minute. Raises InvalidInputError for two problems with
-        one id, for prompts that the model cannot take, and for a journal whose samples are of another model or were
-        sampled otherwise.
+        written every half minute. Raises InvalidInputError for two problems with one id, for an id or fields that
+        cannot be written and read again, for prompts that the model cannot take, and for a journal whose samples are of
+        another model or were sampled otherwise.
         """
-        by_id = {problem.id: problem for problem in problems}
-        if len(by_id) < len(problems):
-            raise InvalidInputError("two problems have one id; give each its own")
+        by_id = _by_id(problems)
         self._sampling = distribution(self._engine.model, plan) | self._engine.loaded
         self._journal.check_sampling(self._sampling)
         self._prompts, self._samples = self._tokenise(problems), plan.samples
@@ -364,6 +363,23 @@ class RolloutGenerator:
             sampling=self._sampling,
             fields=problem.fields,
         )
+
+
+def _by_id(problems: Sequence[Problem]) -> dict[str, Problem]:
+    """Return the problems by their ids. Raises InvalidInputError for one whose samples could not be found again."""
+    by_id: dict[str, Problem] = {}
+    for problem in problems:
+        name = check_session_id(problem.id, f"the id {problem.id!r:.40} of a problem")
+        if name in by_id:
+            raise InvalidInputError(f"two problems have the id {name!r}; give each its own")
+        try:
+            as_text(problem.fields)
+        except Exception as error:  # the text of a value is made by code of its type
+            raise InvalidInputError(
+                f"problem {name!r}: fields: JSON has no form for them ({first_line(error)})"
+            ) from None
+        by_id[name] = problem
+    return by_id
 
 
 def _seed(seed: int, key: Key) -> int:

@@ -392,8 +392,26 @@ def test_a_chats_template_gets_its_tools(tmp_path: Path) -> None:
 
 def test_two_problems_with_one_id_are_refused(tmp_path: Path) -> None:
     """vLLM answers one of two requests with one id, and never ends the other."""
-    with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match="two problems have one id"):
+    with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match="two problems have the id 'a'"):
         list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run([PROBLEMS[0], PROBLEMS[0]], Plan()))
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (Problem(5, "x"), "^the id 5 of a problem: must be a string"),  # type: ignore[arg-type]
+        (Problem("\ud800", "x"), "of a problem: control character"),
+        (Problem("a", "x", {("b", 1): 2}), "^problem 'a': fields: JSON has no form for them .keys must be"),  # type: ignore[dict-item]
+    ],
+)
+def test_a_problem_whose_samples_could_not_be_read_again_is_refused(
+    tmp_path: Path, problem: Problem, message: str
+) -> None:
+    """The file of an id that is a number could not be opened again; fields without a form in JSON ended the rollout."""
+    engine = Engine()
+    with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match=message):
+        list(RolloutGenerator(OfflineEngine(LLM(engine)), journal).run([problem], Plan()))
+    assert engine.asked == []
 
 
 @pytest.mark.parametrize(
