@@ -256,8 +256,8 @@ class Journal:
         self._rewards[sample.key] = sample.reward
         if sample.id not in self._prompts:
             self._prompts[sample.id] = hash(str(sample.prompt_ids))
-        if sample.sampling is not None and not self._sampling:
-            self._sampling = sample.sampling
+        if sample.sampling is not None:  # earlier releases wrote less into it, or nothing
+            self._sampling = sample.sampling | self._sampling
 
     def _read(self, end: int | None = None) -> Iterator[Sample]:
         """Yield the samples of the first ``end`` bytes, or of all."""

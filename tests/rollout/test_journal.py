@@ -70,6 +70,18 @@ def test_every_line_is_utf_8(tmp_path: Path) -> None:
     assert read.fields == {r"\ud800": [r'"\ud83d' + "\\"]}
 
 
+def test_what_only_later_samples_say_of_their_distribution_counts(tmp_path: Path) -> None:
+    """A file that an earlier release began was gone on with in another dtype."""
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        for number, more in enumerate(({}, {"dtype": "float32"})):
+            journal.write(sample(number, sampling={"temperature": 1.0, **more}))
+    with Journal(path) as journal:
+        journal.check_sampling({"temperature": 1.0, "dtype": "float32"})
+        with pytest.raises(AgentSpecError, match=r'samples have dtype "float32", and this rollout asks for "bfloat16"'):
+            journal.check_sampling({"temperature": 1.0, "dtype": "bfloat16"})
+
+
 def test_a_sample_is_written_once(tmp_path: Path) -> None:
     with Journal(tmp_path / "rollouts.jsonl") as journal:
         journal.write(sample())
