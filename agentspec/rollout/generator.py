@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -209,24 +208,25 @@ class RolloutGenerator:
         if self._scores:
             self._score_again(by_id, scored)
         for epoch in range(plan.epochs):
-            keys = [Key(problem.id, epoch, sample) for problem in problems for sample in range(plan.samples)]
-            missing = deque(key for key in keys if key not in self._journal)
-            figures = EpochFigures(epoch, wanted=len(keys), resumed=len(keys) - len(missing))
-            for key in keys:
-                if key in self._journal:
-                    reward = self._journal.reward(key)
-                    figures.add_reward(reward, failed=reward is None and self._scores)
-            if missing:
+            there = [key for key in self._journal if key.epoch == epoch and self._is_asked_for(key)]
+            figures = EpochFigures(epoch, wanted=len(problems) * plan.samples, resumed=len(there))
+            for key in there:
+                reward = self._journal.reward(key)
+                figures.add_reward(reward, failed=reward is None and self._scores)
+            if figures.resumed < figures.wanted:
                 self._engine.begin_epoch()
                 if self._update_weights is not None:
                     figures.weight_version = self._new_weights(self._update_weights, epoch)
-                self._run_epoch(by_id, missing, plan, figures, progress)
+                self._run_epoch(by_id, plan, figures, progress)
             yield figures
 
     def samples(self, epoch: int) -> list[Sample]:
         """Return an epoch's samples of the problems and the plan of the latest run, without the journal's others."""
-        keys = {Key(name, epoch, sample) for name in self._prompts for sample in range(self._samples)}
-        return [sample for sample in self._journal.samples(epoch) if sample.key in keys]
+        return [sample for sample in self._journal.samples(epoch) if self._is_asked_for(sample.key)]
+
+    def _is_asked_for(self, key: Key) -> bool:
+        """Return whether a sample is one of the problems and the plan of the latest run."""
+        return key.id in self._prompts and 0 <= key.sample < self._samples
 
     def _new_weights(self, update: UpdateWeights, epoch: int) -> str | None:
         try:
@@ -277,7 +277,6 @@ class RolloutGenerator:
     def _run_epoch(
         self,
         problems: dict[str, Problem],
-        missing: deque[Key],
         plan: Plan,
         figures: EpochFigures,
         progress: Callable[[EpochFigures], None],
@@ -285,18 +284,24 @@ class RolloutGenerator:
         begin = time.perf_counter()
         running: dict[str, Key] = {}
         rewards = self._rewards
+        keys = (Key(name, figures.epoch, number) for name in problems for number in range(plan.samples))
+        missing = (key for key in keys if key not in self._journal)
+
+        def fill() -> None:
+            for key in itertools.islice(missing, self._max_open - len(running)):
+                running[self._add(key, plan, figures.weight_version)] = key
+
         try:
-            while missing or running or rewards:
-                while missing and len(running) < self._max_open:
-                    key = missing.popleft()
-                    running[self._add(key, plan, figures.weight_version)] = key
+            fill()
+            while running or rewards:
                 for answer in self._engine.step() if running else ():
                     key = running.pop(answer.request_id)
                     sample = self._sample(key, problems[key.id], answer, figures.weight_version)
                     rewards.give(problems[key.id], sample)
+                fill()
                 written = figures.finished
                 # If there is nothing else to do, wait for the next reward.
-                for sample in rewards.take(wait=not (running or missing)):
+                for sample in rewards.take(wait=not running):
                     self._write(sample, figures)
                 figures.seconds = time.perf_counter() - begin
                 if figures.finished > written:
@@ -306,19 +311,22 @@ class RolloutGenerator:
                 if running:
                     self._engine.abort(list(running))
             finally:
-                if rewards:
-                    waiting = (
-                        "agentspec: %d finished samples wait for their rewards; Ctrl-C leaves these to the next run"
-                    )
-                    logger.warning(waiting, len(rewards))
-                try:
-                    while rewards:
-                        for sample in rewards.take(wait=True):
-                            self._write(sample, figures)
-                except KeyboardInterrupt:  # a second one ends the wait, and the next run scores what has no reward
-                    for sample in rewards.drop():
-                        self._write(sample, figures)
-                    raise
+                self._wait_for_rewards(figures)
+
+    def _wait_for_rewards(self, figures: EpochFigures) -> None:
+        """Write the finished samples with their rewards; those left at a KeyboardInterrupt without."""
+        rewards = self._rewards
+        if rewards:
+            waiting = "agentspec: %d finished samples wait for their rewards; Ctrl-C leaves these to the next run"
+            logger.warning(waiting, len(rewards))
+        try:
+            while rewards:
+                for sample in rewards.take(wait=True):
+                    self._write(sample, figures)
+        except KeyboardInterrupt:  # a second one ends the wait, and the next run scores what has no reward
+            for sample in rewards.drop():
+                self._write(sample, figures)
+            raise
 
     def _write(self, sample: Sample, figures: EpochFigures) -> None:
         self._journal.write(sample)

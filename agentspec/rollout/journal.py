@@ -123,6 +123,9 @@ class Journal:
     def __contains__(self, key: Key) -> bool:
         return key in self._rewards
 
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._rewards)
+
     def __len__(self) -> int:
         return len(self._rewards)
 

@@ -301,6 +301,15 @@ def test_the_engine_never_holds_more_than_it_can_use(tmp_path: Path) -> None:
     assert engine.most_open == 5
 
 
+def test_a_huge_number_of_samples_takes_no_memory(tmp_path: Path) -> None:
+    """A list of all their names took 844 MB for three problems with two million each, before the first was sampled."""
+    engine = Engine(batch=3, fail_after=9)
+    with pytest.raises(RuntimeError, match="the engine died"):
+        run(tmp_path / "r.jsonl", Plan(samples=10**12), engine)
+    with Journal(tmp_path / "r.jsonl") as journal:
+        assert sorted(journal) == [("a", 0, number) for number in range(9)]
+
+
 def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path) -> None:
     calls = []
 
