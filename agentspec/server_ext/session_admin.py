@@ -284,7 +284,8 @@ def _name_of(record: Any) -> tuple[str, int]:
 def _untold(error: StoreError) -> StoreError:
     """Log an error of the store, and return what callers are told: its text names hosts, files and users."""
     logger.warning("agentspec: a question about sessions cannot be answered: %s", error)
-    return StoreUnavailableError("the store is away, or refuses this; try again later (the server's log says why)")
+    what = "the store, or a snapshot beside it, is away or refuses this"
+    return StoreUnavailableError(f"{what}; try again later (the server's log says why)")
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

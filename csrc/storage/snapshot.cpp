@@ -43,6 +43,24 @@ std::uint64_t Header::sum() const { return checksum_of(this, offsetof(Header, ch
 
 std::size_t to_next(std::size_t offset, std::size_t multiple) { return (multiple - offset % multiple) % multiple; }
 
+// Makes a file that this process has locked, where the file system has locks. Others delete one that is not locked,
+// because a killed process left it: so may they between the two calls, and then another one is made. `name`: ends with
+// XXXXXX, which is replaced. Returns -1 if it cannot be made.
+int make_locked(std::string& name) {
+  constexpr int kTries = 16;  // on a file system that counts no links, the last file is as good as the first
+  const std::string pattern = name;
+  for (int left = kTries;; --left) {
+    name = pattern;
+    const int file = mkostemp(name.data(), O_CLOEXEC);  // readable by its owner alone
+    if (file < 0) return file;
+    while (flock(file, LOCK_EX) != 0 && errno == EINTR) {
+    }
+    struct stat made;
+    if (left == 0 || (fstat(file, &made) == 0 && made.st_nlink > 0)) return file;
+    close(file);
+  }
+}
+
 }  // namespace
 
 void Checksum::add(const void* data, std::size_t bytes) {
@@ -73,10 +91,9 @@ std::uint64_t Checksum::value() const {
 
 SnapshotWriter::SnapshotWriter(std::string path)
     : path_(std::move(path)), temporary_(path_ + ".tmpXXXXXX"), slice_(kSlice + 8) {
-  const int file = mkostemp(temporary_.data(), O_CLOEXEC);  // readable by its owner alone
+  const int file = make_locked(temporary_);
   file_ = file < 0 ? nullptr : fdopen(file, "w");
   if (!file_) fail("cannot be created");
-  flock(file, LOCK_EX | LOCK_NB);  // a file system without locks does without
   const Header empty;
   put(&empty, sizeof empty);
   checksum_ = {};

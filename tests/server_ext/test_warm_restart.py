@@ -355,6 +355,18 @@ def test_a_server_that_starts_leaves_what_another_one_is_saving(tmp_path: Path) 
     keeper.close()
 
 
+def test_a_file_that_is_deleted_before_it_is_locked_is_made_again(tmp_path: Path) -> None:
+    path, cache = tmp_path / "snapshot", make()
+    keeper = SnapshotKeeper(path, make(), "model")
+    with ThreadPoolExecutor(1) as pool:
+        saved = pool.submit(lambda: [cache.save(path) for _ in range(6_000)])
+        while not saved.done():
+            keeper._delete_unfinished()
+        saved.result()
+    assert path.exists() and not any(tmp_path.glob("snapshot.tmp*"))
+    keeper.close()
+
+
 @pytest.mark.parametrize("locks", [True, False])
 def test_a_file_without_a_lock_was_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
     """Where the file system has no locks, a file that was written to lately may be in use."""

@@ -229,8 +229,7 @@ class SnapshotKeeper:
         """Delete what processes that were killed while they saved have left of this snapshot and of others beside."""
         for left in self._beside(f"{glob.escape(self._path.name)}.tmp*") + self._of_this_store(ending=".tmp*"):
             with contextlib.suppress(OSError):  # another user's
-                if not _is_written(left):
-                    left.unlink()
+                _delete_unless_written(left)
 
     def _of_this_store(self, log: str = "", ending: str = "") -> list[Path]:
         """Return the snapshots beside the same store of the logs whose names begin with ``log``.
@@ -255,13 +254,14 @@ class SnapshotKeeper:
         return self._max_age is not None and time.time() - path.stat().st_mtime > self._max_age
 
 
-def _is_written(path: Path) -> bool:
-    """Return whether a process, maybe of another container, writes this temporary file: it holds a lock meanwhile."""
-    with path.open("rb") as file:
+def _delete_unless_written(path: Path) -> None:
+    """Delete a temporary file, unless a process, maybe of another container, writes it: that has locked it."""
+    with path.open("rb") as file:  # a process that has just made it gets its lock when this is closed, and sees it gone
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True
+            return
         except OSError:  # the file system has no locks
-            return time.time() - path.stat().st_mtime < _WRITTEN_SECONDS
-    return False
+            if time.time() - path.stat().st_mtime < _WRITTEN_SECONDS:
+                return
+        path.unlink()
