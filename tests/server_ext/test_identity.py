@@ -1,16 +1,28 @@
 """Whose a request is: each denial stands beside the hit that shows the test could have found it."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 
 from agentspec.cache import Scope
 from agentspec.identifiers import check_ids
-from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger, identify
+from agentspec.server_ext.identity import (
+    BATCH_KEY,
+    CALL_KEY,
+    DETAIL_KEY,
+    IDENTITY_KEY,
+    PREDICTION_KEY,
+    QUOTABLE_KEY,
+    Identity,
+    RequestTagger,
+    identify,
+)
 from agentspec.server_ext.identity.callers import NOBODY, Callers, Presented
 from agentspec.server_ext.settings import Settings
 
 SECRET = b"the secret of these tests"
+FIELDS = len(Identity.__slots__)
 KEYS_AND_SALTS = (("ada", None), ("bob", None), ("ada", "salt"))
 
 
@@ -79,6 +91,7 @@ class TestTagging:
 
     def test_what_is_ignored_is_said_once_and_without_the_value(self, caplog: pytest.LogCaptureFixture) -> None:
         server = tagger()
+        server.tag({"session_id": "usable"})
         for _ in range(3):
             server.tag({"session_id": "my secret\n"})
         assert [record.getMessage() for record in caplog.records] == [
@@ -100,11 +113,26 @@ class TestTagging:
         assert "key-ada" not in str(tagged) and "my salt" not in str(tagged)
 
     @pytest.mark.parametrize(
-        "tag", [None, "abc", [], ["x"], [1, 2], {"a": 1}, 5, [None] * 11, ["t", "s", "g", "tenant", *[1] * 7]]
+        "tag", [None, "abc", [], ["x"], [1, 2], {"a": 1}, 5, [None] * FIELDS, ["t", "s", "g", "tenant", *[1] * 7]]
     )
     def test_a_request_without_a_proper_tag_shares_nothing(self, tag: object) -> None:
-        found = identify({"session_id": "s", IDENTITY_KEY: tag})
+        for found in (identify({"session_id": "s", IDENTITY_KEY: tag}), identify({}), identify(None)):
+            assert (found.scope, found.session, found.principal) == ("none", None, NOBODY)
+
+    @pytest.mark.parametrize(
+        ("place", "wrong"), [*product(range(FIELDS), (1.5, ["s"])), (Identity.__slots__.index("scope"), "everyone")]
+    )
+    def test_a_tag_with_one_wrong_field_shares_nothing(self, place: int, wrong: object) -> None:
+        tag = tagger().tag({"session_id": "s"}, sender("ada"))[IDENTITY_KEY]
+        assert len(tag) == FIELDS and identify({IDENTITY_KEY: tag}).scope == "tenant"
+        found = identify({IDENTITY_KEY: [*tag[:place], wrong, *tag[place + 1 :]]})
         assert (found.scope, found.session, found.principal) == ("none", None, NOBODY)
+
+    @pytest.mark.parametrize("key", [BATCH_KEY, CALL_KEY, DETAIL_KEY, IDENTITY_KEY, PREDICTION_KEY, QUOTABLE_KEY])
+    def test_what_the_server_says_cannot_be_said_by_a_caller(self, key: str) -> None:
+        for presented in (None, Presented([], call="this call")):
+            honest, forged = (tagger().tag(extra, presented) for extra in ({}, {key: "forged"}))
+            assert forged == honest
 
     def test_a_caller_without_a_key_among_keys_shares_nothing(self) -> None:
         for tenant in (None, "acme"):
@@ -135,6 +163,14 @@ class TestWithoutATenant:
         for other in (two, plain):
             assert_nothing_in_common(one, other)
             assert one.principal != other.principal
+
+    @pytest.mark.parametrize("tenant", [None, "acme"])
+    def test_two_principals_with_one_salt_are_still_two(self, tenant: str | None) -> None:
+        some = [request(key=key, salt="one", tenant=tenant) for key in ("ada", "bob", None)]
+        for names in zip(*((found.principal, found.session, found.group) for found in some), strict=True):
+            assert len(set(names)) == 3
+        assert len({found.tenant for found in some}) == (3 if tenant is None else 1)
+        assert request(key="ada", salt="one", tenant=tenant) == some[0]
 
     @pytest.mark.parametrize("key", [None, "ada"])
     def test_an_adapter_makes_another_tenant_of_the_same_sessions(self, key: str | None) -> None:
@@ -175,7 +211,9 @@ class TestWithATenant:
     def test_a_salt_and_an_adapter_separate_within_it(self, name: str) -> None:
         plain, apart = request(tenant="acme"), request(tenant="acme", **{name: "x"})  # type: ignore[arg-type]
         elsewhere = request(tenant="rival", **{name: "x"})  # type: ignore[arg-type]
-        assert len({plain.tenant, apart.tenant, elsewhere.tenant}) == 3
+        further = request(tenant="acme", **{name: "y"})  # type: ignore[arg-type]
+        both = request(tenant="acme", salt="x", adapter="x")
+        assert len({found.tenant for found in (plain, apart, elsewhere, further, both)}) == 5
 
     def test_no_tenant_can_be_named_like_a_principals_or_a_salted_one(self) -> None:
         for taken in (request(key="ada").tenant, request(tenant="acme", salt="x").tenant):
@@ -189,6 +227,11 @@ class TestWithATenant:
 
 
 class TestNames:
+    @pytest.mark.parametrize("field", ["session", "group"])
+    def test_each_name_has_a_key_of_its_own(self, field: str) -> None:
+        one, again, two = (getattr(request({f"{field}_id": name}, key="ada"), field) for name in ("1", "1", "2"))
+        assert one == again != two
+
     def test_no_name_can_be_chosen_to_be_anothers(self) -> None:
         ada = request(key="ada")
         for key in (None, "bob"):

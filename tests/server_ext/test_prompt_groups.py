@@ -1,6 +1,7 @@
 """Groups of requests that nobody named: the same prompt, or one that continues it."""
 
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,16 @@ def test_nobody_joins_anothers_group(field: str) -> None:
     assert groups.group_of(Identity(**bob), prompt(1)) is None  # type: ignore[arg-type]
     of_ada, of_bob = (groups.group_of(Identity(**who), prompt(1)) for who in (ada, bob))  # type: ignore[arg-type]
     assert of_ada is not None and (field == "tenant" or of_ada != of_bob)
+
+
+@pytest.mark.parametrize("field", ["tenant", "principal"])
+def test_a_later_turn_joins_the_group_of_its_own_callers_prompt_alone(field: str) -> None:
+    ada, bob = (replace(Identity("t", principal="p"), **{field: name}) for name in ("ada", "bob"))  # type: ignore[arg-type]
+    groups = PromptGroups(1_000_000)
+    groups.group_of(ada, prompt(1))
+    longer = np.concatenate([prompt(1), prompt(2)])
+    assert groups.group_of(bob, longer) is None
+    assert groups.group_of(ada, longer) == groups.group_of(ada, prompt(1)) is not None
 
 
 @pytest.mark.parametrize("given", [{"group": "g"}, {"session": "s"}, {"scope": "session"}, {"scope": "none"}])
