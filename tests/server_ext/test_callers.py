@@ -55,6 +55,14 @@ class TestKeys:
         two = sent(("Authorization", "Bearer ada"), ("Authorization", "Bearer bob"), verified=True)
         assert callers().caller_of(two) == callers().caller_of(sent(key="ada", verified=True))
 
+    def test_only_a_bearers_key_is_a_key(self) -> None:
+        assert sent(("Authorization", "bearer ada")).bearer() == sent(key="ada").bearer() == "ada"
+        for value in ("Basic ada", "Bearer", "Bearer ", "ada", ""):
+            assert sent(("Authorization", value)).bearer() is None
+
+    def test_a_request_that_did_not_come_by_http_has_the_servers_tenant(self) -> None:
+        assert callers(tenant="acme").caller_of(None) == Caller(None, "acme")
+
 
 class TestGateway:
     def test_headers_count_only_where_the_settings_name_them(self) -> None:
@@ -186,18 +194,23 @@ class TestApiKeysFile:
         now = [1000.0]
         monkeypatch.setattr("agentspec.server_ext.identity.callers.time.monotonic", lambda: now[0])
         found = ApiKeysFile(path)
-        path.write_text(f"{digest('ada')} moved\n")
-        now[0] += 1.1
-        assert (found.tenant_of("ada"), found.tenant_of("bob")) == ("moved", None)
+        for tenant in ("moved", "again"):
+            before = found.tenant_of("ada")
+            path.write_text(f"{digest('ada')} {tenant}\n")
+            os.utime(path, ns=(0, int(now[0] * 1e9)))  # the second one has as many bytes, and the clock may be coarse
+            now[0] += 0.9
+            assert found.tenant_of("ada") == before
+            now[0] += 0.2
+            assert (found.tenant_of("ada"), found.tenant_of("bob")) == (tenant, None)
         path.write_text("sk-secret moved again\n")
         for _ in range(5):
             now[0] += 1.1
-            assert found.tenant_of("ada") == "moved"
+            assert found.tenant_of("ada") == "again"
         assert [record.getMessage().count("line 1") for record in caplog.records] == [1]
         assert "sk-secret" not in caplog.text
         path.unlink()
         now[0] += 1.1
-        assert found.tenant_of("ada") == "moved"
+        assert found.tenant_of("ada") == "again"
 
 
 class TestSecrets:

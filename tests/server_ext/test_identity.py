@@ -232,6 +232,10 @@ class TestNames:
         one, again, two = (getattr(request({f"{field}_id": name}, key="ada"), field) for name in ("1", "1", "2"))
         assert one == again != two
 
+    def test_a_sessions_key_is_no_groups_and_no_principals(self) -> None:
+        found = request({"session_id": "x", "group_id": "x"}, key="x", salt="x", adapter="x")
+        assert len({found.session, found.group, found.principal, found.caller, found.tenant}) == 5
+
     def test_no_name_can_be_chosen_to_be_anothers(self) -> None:
         ada = request(key="ada")
         for key in (None, "bob"):

@@ -131,7 +131,7 @@ class Callers:
                 return Caller(NOBODY)
         parts = (key, principal, tenant)
         owner = None if all(part is None for part in parts) else self.mac("principal", *parts)
-        of_key = None if self._keys is None or key is None else self._keys.tenant_of(key)
+        of_key = None if self._keys is None else self._keys.tenant_of(key)
         return Caller(owner, of_key or tenant or self._tenant)
 
 
