@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache import SuffixCache
+from agentspec.cache import Scope, SuffixCache
 from agentspec.cache.store import Entry, MemoryStore, NewEntry, Retention, TurnRecord, encode
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
@@ -74,6 +74,24 @@ def test_the_last_request_of_a_session_loads_nothing_of_it() -> None:
     assert after.load() == 0
     after.persistence.request_load(replace(ended, final=False), group=None, family=None)
     assert after.load() == 1
+
+
+@pytest.mark.parametrize(("scope", "loaded"), [("none", 0), ("session", 1), ("tenant", 3)])
+def test_a_request_loads_what_its_scope_lets_it_draft_from_and_no_more(scope: Scope, loaded: int) -> None:
+    store = MemoryStore()
+    before = Engine(store)
+    before.say([1, 2, 3], text(100))
+    before.say([1, 2, 3], text(200), session="of the group", group="g")
+    before.say([1, 2, 3], text(300), session="of the tenant")
+    before.flush()
+    after = Engine(store)
+    after.persistence = Persistence(store, LOGS, preload=10)
+    identity = Identity(tenant=TENANT, session="s", group="g", scope=scope)
+    after.cache.start("r", [1], session="s", group="g", tenant=TENANT, scope=scope)
+    after.persistence.request_load(after.cache, identity, group="g", family=None)
+    after.load()
+    held = [after.cache.has_session(TENANT, name) for name in ("s", "of the group", "of the tenant")]
+    assert held == [loaded >= 1, loaded >= 3, loaded >= 3]
 
 
 def test_a_session_comes_back_in_another_process(store: FlakyStore) -> None:
