@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from agentspec.cache import Scope, SuffixCache
-from agentspec.cache.store import Entry, MemoryStore, NewEntry, Retention, TurnRecord, encode
+from agentspec.cache.store import (
+    Entry,
+    MemoryStore,
+    NewEntry,
+    Retention,
+    TurnRecord,
+    encode,
+)
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
@@ -234,6 +241,19 @@ def test_a_step_applies_what_fits_its_budget_of_time(store: FlakyStore, monkeypa
     assert again.persistence.apply_loaded() == 5
     assert again.persistence.apply_loaded(0.0) == 1
     assert again.persistence.apply_loaded(0.002) == 20
+
+
+def test_an_erasure_is_work_until_it_has_ended_and_then_the_session_is_loaded_again(store: FlakyStore) -> None:
+    engine = Engine(store)
+    engine.persistence.erase("s", [TENANT]).result(60)
+    assert engine.persistence.has_loaded()  # so that the engine's next step looks
+    engine.persistence.apply_loaded(engine.cache)
+    assert not engine.persistence.has_loaded()
+    other = Engine(store)
+    other.say([1, 2, 3], text(100))
+    other.flush()
+    engine.start([7, 8])
+    assert engine.load() == 1
 
 
 def test_turns_that_cannot_be_used_are_counted_by_kind(store: FlakyStore, caplog: pytest.LogCaptureFixture) -> None:
