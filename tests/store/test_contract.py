@@ -197,9 +197,20 @@ def test_an_unusable_namespace_is_refused(store: Store, namespace: str) -> None:
         store.read(namespace)
 
 
+def test_an_erasure_without_a_mark_tells_of_the_tombstone_that_is_there(store: Store) -> None:
+    store.append(NS, [NewEntry("a", b"1"), NewEntry("b", b"2")])
+    marked = store.erase_session(NS, "a")
+    store.append(NS, [NewEntry("a", b"3")])
+    unmarked = store.erase_session(NS, "a", mark=False)
+    assert unmarked.records == 1 and unmarked.tombstone == marked.tombstone is not None
+    assert store.erase_session(NS, "b", mark=False).tombstone is None
+    assert store.tombstones(NS) == {"a": marked.tombstone}
+
+
 def test_unusable_bounds_are_refused_by_name(store: Store) -> None:
-    with pytest.raises(InvalidInputError, match="after"):
-        store.read(NS, after="not a cursor")
+    for cursor in ("not a cursor", "²", "٣"):  # str.isdigit takes both, and int() the second one
+        with pytest.raises(InvalidInputError, match="after"):
+            store.read(NS, after=cursor)
     with pytest.raises(InvalidInputError, match="newest"):
         store.read(NS, newest=-1)
 

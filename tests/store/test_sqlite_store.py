@@ -441,3 +441,12 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -
             SQLiteStore(path)
         why = f"{path}: the folder {path.parent} cannot be made: "
         assert str(error.value).startswith(why) and str(error.value).endswith("; name another file")
+
+
+def test_a_cursor_of_a_file_that_was_here_before_tells_nothing_of_erasures(tmp_path: Path) -> None:
+    before, now = (SQLiteStore(tmp_path / name) for name in ("before.db", "now.db"))
+    with closing(before), closing(now):
+        cursors = [before.append(NS, [NewEntry("s", b"1")])[0] for _ in range(3)]
+        now.append(NS, [NewEntry("s", b"1")])
+        assert [now.history(NS, cursor) for cursor in cursors] == ["whole", "lost", "lost"]
+        assert before.history(NS, cursors[2]) == "whole"
