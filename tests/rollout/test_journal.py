@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.errors import AgentSpecError
+from agentspec.errors import AgentSpecError, InvalidInputError
 from agentspec.rollout import Journal, Key, Sample
 
 WRITER = """
@@ -50,7 +50,7 @@ def sample(number: int = 0, epoch: int = 0, **changes: object) -> Sample:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rollouts.jsonl"
-    wanted = [sample(0), sample(1, reward=0.5, fields={"answer": "é\u2028😀"}), sample(0, epoch=1)]
+    wanted = [sample(0), sample(1, reward=0.5, fields={"answer": "é\u2028😀"}), sample(0, epoch=1, reward=1)]
     with Journal(path) as journal:
         for one in wanted:
             journal.write(one)
@@ -169,6 +169,8 @@ def test_samples_are_replaced_where_they_stand(tmp_path: Path) -> None:
                 {"reward": "high"},
                 {"reward": math.nan},
                 {"reward": 10**400},
+                {"reward": True},
+                {"sampling": "greedy"},
             )
         ),
         *(json.dumps({"id": "p", "epoch": 0, **SAMPLED, name: None}) + "\n" for name in ("text", "logprobs", "fields")),
@@ -378,6 +380,42 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
         assert path.read_bytes() == whole
         journal.write(sample(1))
         assert len(list(journal.samples())) == 2
+
+
+def test_a_write_that_is_interrupted_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        journal.write(sample(0))
+        whole, write = path.read_bytes(), os.write
+
+        def interrupted(file: int, data: bytes) -> int:
+            if len(data) < 20:
+                raise KeyboardInterrupt
+            return write(file, data[:-10])
+
+        monkeypatch.setattr(os, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            journal.write(sample(1))
+        assert path.read_bytes() == whole and sample(1).key not in journal
+
+
+def test_the_first_samples_say_what_the_file_is_of(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        journal.write(sample(0))
+        journal.write(sample(1, sampling={"model": "a", "temperature": 1.0}))
+        journal.write(Sample("p", 0, 2, [1, 9], [3], [-0.1], "text", sampling={"model": "b"}))
+    for reward in (None, 0.0):
+        with Journal(path) as journal:
+            assert not journal.holds_another_prompt("p", [1, 2]) and not journal.holds_another_prompt("new", [7])
+            assert journal.holds_another_prompt("p", [1, 9])
+            journal.check_sampling({"model": "a", "temperature": 1.0, "top_p": 0.9})
+            for other in ({"model": "b"}, {"model": "a", "temperature": 0.5}):
+                with pytest.raises(InvalidInputError, match="its samples have"):
+                    journal.check_sampling(other)
+            assert (sample(1).key in journal.without_reward()) == (reward is None)
+            journal.replace({sample(1).key: sample(1, reward=0.0, sampling={"model": "a", "temperature": 1.0})})
+            assert journal.without_reward() == {sample(0).key, sample(2).key}
 
 
 def test_a_limit_of_the_files_size_is_no_full_disk(tmp_path: Path) -> None:
