@@ -3,7 +3,9 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from agentspec.cache.store import (
     NewEntry,
     Retention,
     TurnRecord,
+    Wanted,
     encode,
 )
 from agentspec.errors import StoreError, StoreUnavailableError
@@ -99,6 +102,44 @@ def test_a_request_loads_what_its_scope_lets_it_draft_from_and_no_more(scope: Sc
     after.load()
     held = [after.cache.has_session(TENANT, name) for name in ("s", "of the group", "of the tenant")]
     assert held == [loaded >= 1, loaded >= 3, loaded >= 3]
+
+
+def test_a_log_counts_for_the_owner_of_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many logs are followed: a caller's salts displace its own, and callers share the log of a named tenant."""
+    engine, used = Engine(MemoryStore()), list[tuple[str, str]]()
+    follower = SimpleNamespace(use=lambda log, owner: used.append((log, owner)))
+    monkeypatch.setattr(engine.persistence, "_follower", follower)
+    salted = Identity(tenant="salted", principal="salted", caller="ada")
+    named = Identity(tenant="acme", principal="mac", caller="ada", named_tenant="acme")
+    for identity in (salted, named):
+        engine.persistence.request_load(engine.cache, identity, group=None, family=None)
+    assert used == [(LOGS.of("salted"), "ada"), (LOGS.of("acme"), "acme")]
+
+
+def test_an_erasure_waits_for_a_turn_that_is_on_its_way_into_the_cache() -> None:
+    engine, forgotten, goes_on = Engine(MemoryStore()), threading.Event(), threading.Event()
+
+    def forget() -> list[str | None]:
+        forgotten.set()
+        return ["held"]  # under which the store has nothing of it, but other processes may run requests of it
+
+    engine.persistence.submit(lambda store: goes_on.wait(60))  # the erasure waits behind it
+    erasure = engine.persistence.erase("s", [TENANT], forget)
+    with engine.persistence._turns._applying:
+        goes_on.set()
+        assert not forgotten.wait(0.2)
+    assert erasure.result(60).complete and forgotten.is_set()
+    assert all("s" in engine.persistence._store.tombstones(LOGS.of(tenant)) for tenant in (TENANT, "held"))
+
+
+def test_the_root_of_a_family_is_not_read_while_it_is_being_erased(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = Engine(MemoryStore()), list[Wanted]()
+    monkeypatch.setattr(engine.persistence._loader, "request", lambda wanted, *_: asked.append(wanted))
+    for family in ("root", "gone"):
+        engine.persistence._turns.begin_erasure("gone", lambda: Future())
+        engine.start([1], "child of " + family, parent=family)
+        assert Wanted(NS, TENANT, family=family) in asked
+        assert (Wanted(NS, TENANT, session=family) in asked) == (family == "root")
 
 
 def test_a_session_comes_back_in_another_process(store: FlakyStore) -> None:
