@@ -4,6 +4,7 @@ import json
 import string
 import tracemalloc
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.cache import SCOPES
+from agentspec.cache import SCOPES, Scope
 from agentspec.cache.store import CutRecord, EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.records import _MOST_RATIO, _checksum, _deflate, _seal
 from agentspec.errors import (
@@ -279,3 +280,27 @@ def wrong(**fields: Any) -> TurnRecord:
 def test_what_could_not_be_read_back_is_not_encoded(record: Record, error: type[Exception], field: str) -> None:
     with pytest.raises(error, match=field):
         encode(record)
+
+
+@pytest.mark.parametrize(
+    ("group", "family", "scope", "shared_by"),
+    [
+        ("g", "f", "tenant", "g"),
+        ("g", "f", "session", "f"),  # the group's other sessions may not draft from it
+        ("g", None, "session", None),
+        (None, "f", "tenant", "f"),
+        (None, None, "tenant", None),
+    ],
+)
+def test_a_turn_is_found_by_the_group_or_else_the_family_that_drafts_from_it(
+    group: str | None, family: str | None, scope: Scope, shared_by: str | None
+) -> None:
+    record = replace(turn("s", 1, group=group), family=family, scope=scope)
+    assert record.shared_by == shared_by
+
+
+def test_records_that_differ_in_one_field_are_not_equal() -> None:
+    record = turn("s", 1)
+    assert record == turn("s", 1) and record != encode(record) and record != EraseRecord("s")
+    for other in (turn("t", 1), turn("s", 2), turn("s", 1, prompt=3), turn("s", 1, group="g")):
+        assert record != other
