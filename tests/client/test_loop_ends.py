@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentspec import AgentClient, AsyncAgentClient, Progress, Reply, SessionBusyError, Stage
+from agentspec import AgentClient, AsyncAgentClient, Attempt, Budget, Progress, Reply, SessionBusyError, Stage
+from agentspec.client.budget import Account, BudgetSpentError
 
 from .fake_server import FakeServer
 from .loop_runs import add, calls, short
@@ -163,3 +164,15 @@ def test_both_clients_have_the_same_loops() -> None:
         one, other = inspect.signature(getattr(Loops, name)), inspect.signature(getattr(AsyncLoops, name))
         assert list(one.parameters) == list(other.parameters)
         assert [p.default for p in one.parameters.values()] == [p.default for p in other.parameters.values()]
+
+
+def test_no_call_begins_once_the_loop_has_ended() -> None:
+    """A thread that outlives its loop, such as one in a tool, would spend what nobody counts any more."""
+    told: list[Progress] = []
+    account = Account(Budget(requests=5), told.append, None, {})
+    account.record(Attempt("attempt 1", account.begin({}).number))
+    account.close()
+    with pytest.raises(BudgetSpentError):
+        account.begin({})
+    account.record(Attempt("attempt 2", 2))
+    assert account.result("done").spent.requests == 1 and [each.attempt.name for each in told] == ["attempt 1"]
