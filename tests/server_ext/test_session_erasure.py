@@ -87,6 +87,28 @@ class TestErasure:
         server.wait(lambda: server.listed(ADA) == ["one"])
         assert server.draws_on(ada)
 
+    def test_a_request_that_starts_while_its_session_is_erased_leaves_nothing_of_it(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another thread takes the session from the cache, and the request has just read that it has one."""
+        server = start(ADA, engines=1)
+        ada, engine = server.identity(ADA, "one"), server.engines[0]
+        assert ada.session is not None
+        begin = engine.cache.start
+
+        def begun(request_id: str, *prompt: Any, **names: Any) -> None:
+            engine._sessions.erased_elsewhere(ada.tenant, str(ada.session))
+            begin(request_id, *prompt, **names)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.cache, "start", begun)
+            server.start("running", ada, [9], TEXT)
+        server.end("running", len(TEXT))
+        assert not engine.cache.has_session(ada.tenant, ada.session)
+        assert not server.drafts(ada) and server.listed(ADA) == []
+        server.say(ada)
+        assert server.draws_on(ada)
+
     def test_a_guessed_name_of_anothers_session_erases_nothing(self, start: Start) -> None:
         server = start(ADA, BOB)
         server.say(server.identity(ADA, "one"))

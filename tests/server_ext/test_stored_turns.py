@@ -5,8 +5,9 @@ from concurrent.futures import Future
 
 from agentspec.cache import FinishedTurn, SuffixCache
 from agentspec.cache.store import BackgroundLoader, Erasure, Loaded, MemoryStore, Wanted
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.persistence.stored_turns import StoredTurns
-from tests.store.helpers import NS, turn, wait_until
+from tests.store.helpers import LOGS, NS, turn, wait_until
 
 
 def test_the_rest_of_what_was_loaded_is_still_to_be_applied() -> None:
@@ -73,3 +74,18 @@ def test_a_session_counts_as_being_erased_before_its_erasure_does_anything() -> 
     turns.begin_erasure("s", submit)
     wait_until(lambda: known)
     assert known == [True]
+
+
+def test_what_was_read_while_its_session_was_erased_is_not_applied_after_that() -> None:
+    """A group was read before the store had erased one of its sessions, and its turns wait for the next step."""
+    persistence, cache = Persistence(MemoryStore(), LOGS, preload=0), SuffixCache()
+
+    def forget() -> list[str | None]:
+        read = [turn("a", 1, group="g"), turn("b", 2, group="g")]
+        persistence._loader.ready.put(Loaded(Wanted(LOGS.of(None), group="g"), read), set())
+        return []
+
+    persistence.erase("b", [None], forget).result(60)
+    assert persistence.apply_loaded(cache, 1.0) == 1
+    assert cache.has_session(None, "a") and not cache.has_session(None, "b")
+    persistence.close()
