@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -176,3 +177,33 @@ def test_no_call_begins_once_the_loop_has_ended() -> None:
         account.begin({})
     account.record(Attempt("attempt 2", 2))
     assert account.result("done").spent.requests == 1 and [each.attempt.name for each in told] == ["attempt 1"]
+
+
+def test_a_call_reserves_what_all_its_choices_may_take() -> None:
+    account = Account(Budget(tokens=100), None, None, {})
+    begun = account.begin({"n": 4, "max_tokens": 10})
+    assert (begun.reserved, begun.options["max_tokens"]) == (40, 10)
+    assert account.begin({"n": 2}, among=3).options["max_completion_tokens"] == 10  # a sixth of the 60 that are left
+    account.end(begun, None, refused=True)
+    assert account.begin({}).reserved == 80
+    with pytest.raises(BudgetSpentError):
+        account.begin({})
+
+
+def test_progress_is_told_one_attempt_at_a_time() -> None:
+    telling, told, twice = threading.Lock(), list[str](), list[str]()
+
+    def tell(progress: Progress) -> None:
+        (told if telling.acquire(blocking=False) else twice).append(progress.attempt.name)
+        time.sleep(0.01)
+        if not twice:
+            telling.release()
+
+    account = Account(None, tell, None, {})
+    threads = [threading.Thread(target=account.record, args=(Attempt(f"{number}", number),)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(told), twice) == (8, [])
+    assert [attempt.number for attempt in account.attempts] == list(range(8))
