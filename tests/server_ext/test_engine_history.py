@@ -14,6 +14,7 @@ from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.pricing.step_cost import StepCost
 from agentspec.server_ext.settings import MemoryShares, Settings
+from agentspec.server_ext.step import NewRequest
 from tests.store.helpers import LOGS
 
 from .plain_engine import NONE, TEXT, Engine
@@ -179,3 +180,23 @@ def test_a_store_in_memory_stays_within_the_budget() -> None:
     assert memory["store"] > 0.5 * shares.store
     assert 0 < len(list(store.read(log))) < 20
     proposer.close()
+
+
+def test_what_a_request_holds_counts_for_its_caller_and_its_tenants_text_for_the_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where memory is scarce, the owner with the most gives way: salts make no caller ten others."""
+    proposer, started = Engine().proposer, list[dict[str, Any]]()
+    start = proposer.cache.start
+
+    def begun(*request: Any, **names: Any) -> None:
+        started.append(names)
+        start(*request, **names)
+
+    monkeypatch.setattr(proposer.cache, "start", begun)
+    own = Identity("mac", session="s", principal="salted", caller="ada")
+    named = replace(own, tenant="acme", named_tenant="acme")
+    requests = [NewRequest(f"r{number}", [1, 2, 3], identity) for number, identity in enumerate((own, named))]
+    proposer.begin(requests)
+    proposer._turnover.advance(60.0, requests)
+    assert [(names["owner"], names["tenant_owner"]) for names in started] == [("ada", "ada"), ("ada", "acme")]

@@ -2,12 +2,17 @@
 
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
 
 from agentspec.cache import FinishedTurn, SuffixCache
-from agentspec.cache.store import BackgroundLoader, Erasure, Loaded, MemoryStore, Wanted
+from agentspec.cache.store import BackgroundLoader, Erasure, Loaded, MemoryStore, RecordReader, Wanted
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.persistence.stored_turns import StoredTurns
-from tests.store.helpers import LOGS, NS, turn, wait_until
+from agentspec.server_ext.persistence.turn_records import turn_of
+from tests.store.helpers import LOGS, NS, FlakyStore, number_of, turn, wait_until
 
 
 def test_the_rest_of_what_was_loaded_is_still_to_be_applied() -> None:
@@ -89,3 +94,58 @@ def test_what_was_read_while_its_session_was_erased_is_not_applied_after_that() 
     assert persistence.apply_loaded(cache, 1.0) == 1
     assert cache.has_session(None, "a") and not cache.has_session(None, "b")
     persistence.close()
+
+
+def test_an_erasure_is_complete_if_it_is_in_each_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    persistence = Persistence(store, LOGS, preload=0)
+    for left in ("a", "b", None):
+        erased = {LOGS.of(name): Erasure(1, complete=name != left) for name in ("a", "b")}
+        monkeypatch.setattr(store, "erase_session", lambda log, session, erased=erased: erased[log])
+        assert persistence.erase("s", ["a", "b"]).result(60) == Erasure(2, complete=left is None)
+    persistence.close()
+
+
+def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_store() -> None:
+    store, erased, newest = FlakyStore(), threading.Event(), list[int]()
+    store.gate.clear()
+    persistence = Persistence(store, LOGS, preload=0)
+    persistence._writer.put(NS, turn("in flight", 1))
+    wait_until(lambda: persistence._writer._in_flight)
+    for number in range(3):
+        persistence.next_name()
+        persistence._writer.put(NS, turn("s", number))
+
+    def erase() -> None:
+        newest.append(persistence._erase_here(None, "s", lambda tenant, session: erased.set()))
+
+    with persistence._turns._applying:
+        thread = threading.Thread(target=erase, daemon=True)
+        thread.start()
+        assert not erased.wait(0.2)
+    thread.join(60)
+    assert erased.is_set() and newest == [3]  # a turn up to this one that reaches the store is erased again
+    persistence._writer.put(NS, turn("s", 9))  # the session is used again
+    store.gate.set()
+    assert persistence._writer.flush(60)
+    assert [number_of(record) for _, record in RecordReader().read(store, NS)] == [1, 9]
+    persistence.close()
+
+
+def test_a_snapshots_tenants_are_forgotten_unless_all_their_erasures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.server_ext.persistence.persistence.MAX_LOGS", 3)
+    follower = SimpleNamespace(begin=lambda *_, **__: None, stats=lambda: SimpleNamespace(erased=0))
+    persistence, cache = Persistence(MemoryStore(), LOGS, preload=0), SuffixCache()
+    monkeypatch.setattr(persistence, "_follower", follower)
+    histories = {"told": "whole", "trimmed": "trimmed", "new": "whole"}
+    monkeypatch.setattr(
+        persistence._store, "history", lambda log, _: {LOGS.of(name): told for name, told in histories.items()}[log]
+    )
+    for tenant in ("one too many", *histories):
+        cache.restore(replace(turn_of(turn("s", 1)), tenant=tenant))
+    assert cache.tenants() == ["one too many", *histories]
+    places = {LOGS.of(tenant): "" for tenant in ("one too many", "told", "trimmed")}
+    assert persistence.catch_up_erasures(cache, places)
+    assert cache.tenants() == ["told"]
+    assert not persistence.catch_up_erasures(cache, places)
+    assert cache.tenants() == ["told"]
