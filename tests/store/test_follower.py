@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -405,36 +404,6 @@ def test_two_logs_are_followed_side_by_side(process: Process) -> None:
     process.wait(delivered=2, erased=1)
     assert process.erased == [("tb", "x")]
     assert sorted(process.numbers()) == [1, 2]
-
-
-def test_who_may_hold_text_from_before_an_erasure_is_told_of_it_though_the_session_was_used_since(
-    process: Process,
-) -> None:
-    for session in ("used", "gone", "own"):
-        process.store.append(NS, [entry_of(turn(session, 1))])
-        erasure = process.store.erase_session(NS, session)
-    process.follower.note_own(str(erasure.tombstone))
-    process.store.append(NS, [entry_of(turn("used", 2))])
-    process.begin(NS, "t")
-    assert process.erased == [("t", "gone")]
-    process.begin(NS, "t", used_too=True)  # it is followed by now
-    assert process.erased == [("t", "gone"), ("t", "used"), ("t", "gone")]
-    assert process.follower.stats().erased == 3
-
-
-def test_a_session_whose_erasure_failed_is_delivered_again(process: Process) -> None:
-    process.begin(NS, "t")
-    with suppress(StoreUnavailableError), process.follower.erasing(NS, "s"):
-        raise StoreUnavailableError("away")
-    process.store.append(NS, [entry_of(turn("s", 5))])
-    process.wait(delivered=1)
-    assert process.numbers() == [5] and not process.follower.is_erasing(NS, "s")
-
-
-def test_an_erasure_in_a_log_that_is_not_followed_is_over_when_it_ends(process: Process) -> None:
-    with process.follower.erasing(NS, "s"):
-        assert process.follower.is_erasing(NS, "s")
-    assert not process.follower.is_erasing(NS, "s")
 
 
 def test_who_follows_nothing_misses_nothing(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,78 @@
+"""What the follower does with tombstones, of others and of its own process, and with the records around them."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from agentspec.cache.store import Entry, MemoryStore
+from agentspec.errors import StoreUnavailableError
+from tests.store.helpers import NS, entry_of, turn
+
+from .test_follower import Process, process
+
+__all__ = ["process"]
+
+
+def test_who_may_hold_text_from_before_an_erasure_is_told_of_it_though_the_session_was_used_since(
+    process: Process,
+) -> None:
+    for session in ("used", "gone", "own"):
+        process.store.append(NS, [entry_of(turn(session, 1))])
+        erasure = process.store.erase_session(NS, session)
+    process.follower.note_own(str(erasure.tombstone))
+    process.store.append(NS, [entry_of(turn("used", 2))])
+    process.begin(NS, "t")
+    assert process.erased == [("t", "gone")]
+    process.begin(NS, "t", used_too=True)  # it is followed by now
+    assert process.erased == [("t", "gone"), ("t", "used"), ("t", "gone")]
+    assert process.follower.stats().erased == 3
+
+
+def test_a_session_whose_erasure_failed_is_delivered_again(process: Process) -> None:
+    process.begin(NS, "t")
+    with suppress(StoreUnavailableError), process.follower.erasing(NS, "s"):
+        raise StoreUnavailableError("away")
+    process.store.append(NS, [entry_of(turn("s", 5))])
+    process.wait(delivered=1)
+    assert process.numbers() == [5] and not process.follower.is_erasing(NS, "s")
+
+
+def test_an_erasure_in_a_log_that_is_not_followed_is_over_when_it_ends(process: Process) -> None:
+    with process.follower.erasing(NS, "s"):
+        assert process.follower.is_erasing(NS, "s")
+    assert not process.follower.is_erasing(NS, "s")
+
+
+def test_a_turn_that_was_read_before_its_tombstone_is_delivered_before_it(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read just before the store erased it. Delivered behind the tombstone, it would stay."""
+    before, read = MemoryStore(), process.store.read
+    before.append(NS, [entry_of(turn("s", 1))])
+
+    def erased_meanwhile(namespace: str, **options: Any) -> Iterator[Entry]:
+        yield from before.read(namespace)
+        yield from read(namespace, **options)
+
+    monkeypatch.setattr(process.store, "read", erased_meanwhile)
+    process.begin(NS, "t")
+    process.store.erase_session(NS, "s")
+    process.wait(erased=1, delivered=1)
+    assert process.taken == [] and process.erased == [("t", "s")]
+
+
+def test_a_session_counts_as_being_erased_until_its_log_is_read_behind_the_erasure(process: Process) -> None:
+    for log in (NS, "other"):
+        process.begin(log, "t")
+    with process.follower.erasing(NS, "s"):
+        process.store.append(NS, [entry_of(turn("stays", 1))])
+        process.wait(delivered=1)
+        assert process.follower.is_erasing(NS, "s")  # the store may erase it only now
+    process.store.append("other", [entry_of(turn("stays", 2))])
+    process.wait(delivered=2)
+    assert process.follower.is_erasing(NS, "s") and not process.follower.is_erasing("other", "s")
+    process.store.append(NS, [entry_of(turn("s", 3))])
+    process.wait(delivered=3)
+    assert process.numbers() == [1, 2, 3] and not process.follower.is_erasing(NS, "s")
