@@ -12,8 +12,9 @@ import pytest
 
 from agentspec import AgentClient, AsyncAgentClient, Gap, InvalidInputError, StoreError, StoreUnavailableError
 from agentspec.cache.store import MessageRecord, NewEntry, Store, encode, open_store
+from agentspec.client.conversation import Conversation
 from agentspec.client.outbox import NAMESPACE, Outbox, read_session
-from agentspec.client.session_log import ClientView, Said
+from agentspec.client.session_log import ClientView, Said, SessionLog
 
 from .fake_server import FakeServer
 from .histories import connect, contents, stored, wait_until_stored
@@ -240,3 +241,42 @@ def test_what_was_added_and_cannot_be_stored_is_said(server: FakeServer, caplog:
     with connect(server, store) as client:
         client.session("s").add({"role": "system", "content": "be brief"})
     assert "messages added to session 's' are lost" in caplog.text
+
+
+# --- Messages that are taken back
+
+
+def test_messages_may_be_put_in_the_place_of_the_latest_one_and_leave_no_gap() -> None:
+    conversation = Conversation("s", SessionLog(), new=True)
+    one, two, three = ({"role": "user", "content": each} for each in ("one", "two", "three"))
+    conversation.add([one, two])
+    for change in ([], [two, three], [three]):
+        assert conversation.change_last(lambda _, change=change: change) is not None  # type: ignore[misc]
+        assert conversation.gaps() == []
+        conversation.add([one])
+        assert conversation.gaps() == [] and conversation.messages()[-1] == one
+    assert [message["content"] for message in conversation.messages()] == ["one", "two", "three", "three", "one"]
+
+
+def test_what_an_interrupted_call_added_is_taken_back_in_the_store_too(server: FakeServer, tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/sessions.db"
+    with connect(server, store) as client:
+        session = client.session("s")
+        session.chat("one")
+        kept = session.messages
+        conversation = session._conversation
+        with pytest.raises(KeyboardInterrupt), conversation.undone_if_interrupted():
+            conversation.add([{"role": "user", "content": "interrupted"}])
+            raise KeyboardInterrupt
+        assert session.messages == kept
+    with connect(server, store) as client:
+        assert client.session("s").messages == kept
+
+
+def test_what_was_added_before_a_session_was_read_waits_until_then_only(server: FakeServer, tmp_path: Path) -> None:
+    with connect(server, f"sqlite:///{tmp_path}/sessions.db") as client:
+        session = client.session("s")
+        session.add({"role": "user", "content": "one"})
+        assert len(client._conversations._unsaved) == 1
+        assert contents(session) == ["one"]
+        assert not client._conversations._unsaved
