@@ -1,5 +1,6 @@
 """What the follower does with tombstones, of others and of its own process, and with the records around them."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from agentspec.cache.store import Entry, MemoryStore
 from agentspec.errors import StoreUnavailableError
-from tests.store.helpers import NS, entry_of, turn
+from tests.store.helpers import NS, entry_of, turn, wait_until
 
 from .test_follower import Process, process
 
@@ -76,3 +77,35 @@ def test_a_session_counts_as_being_erased_until_its_log_is_read_behind_the_erasu
     process.store.append(NS, [entry_of(turn("s", 3))])
     process.wait(delivered=3)
     assert process.numbers() == [1, 2, 3] and not process.follower.is_erasing(NS, "s")
+
+
+def test_what_is_said_behind_an_erasure_of_this_process_is_delivered_with_it(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, goes_on, read = threading.Event(), threading.Event(), process.store.read
+
+    def slow(namespace: str, **options: Any) -> Iterator[Entry]:
+        reading.set()
+        assert goes_on.wait(60)
+        yield from read(namespace, **options)
+
+    monkeypatch.setattr(process.store, "read", slow)
+    process.begin(NS, "t")
+    with process.follower.erasing(NS, "s"):
+        process.follower.note_own(str(process.store.erase_session(NS, "s").tombstone))
+        assert reading.wait(60)
+    process.store.append(NS, [entry_of(turn("s", 3))])  # used again, and read together with the tombstone
+    goes_on.set()
+    process.wait(delivered=1)
+    assert process.numbers() == [3] and process.erased == []
+
+
+def test_only_so_many_erased_sessions_are_remembered(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.cache.store.follower._MAX_ERASED", 3)
+    process.begin(NS, "t")
+    for number in range(6):
+        process.store.erase_session(NS, f"s{number}")
+    process.wait(erased=6)
+    log = process.follower._logs[NS]
+    wait_until(lambda: len(log.applied) == len(log.numbers) == 3, 20)
+    assert [*log.numbers] == ["s3", "s4", "s5"]
