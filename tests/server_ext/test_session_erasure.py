@@ -49,6 +49,8 @@ class TestErasure:
         assert server.draws_on(bob, other) and server.draws_on(server.identity(ADA, "two"))
         assert server.call(ADA, "GET", "fix-42").status_code == 404
         assert (server.listed(ADA), server.listed(BOB)) == (["two"], ["fix-42"])
+        states = {state.request_id: state.identity for state in server.engines[0]._sessions._states()}
+        assert (states["running"].session, states["running"].session_name) == (None, None)
         server.end("running", 2)  # keeps nothing
         server.say(server.identity(ADA, "two"), TEXT)
         assert server.listed(ADA) == ["two"]

@@ -117,6 +117,34 @@ def test_the_administrator_sees_all_by_their_keys_and_imports_nothing(start: Sta
     assert not server.drafts(ada)
 
 
+def test_a_key_that_somebody_else_shows_is_only_a_name(start: Start) -> None:
+    server = start(ADA, BOB)
+    ada = server.identity(ADA, "one")
+    server.say(ada)
+    for key in (BOB, ADA):
+        assert server.call(key, "GET", str(ada.session)).status_code == 404
+        assert server.erase(key, str(ada.session)).json()["records"] == 0
+    assert server.listed(ADA) == ["one"] and server.draws_on(ada)
+
+
+def test_the_list_is_of_one_tenant_and_of_as_many_as_are_asked_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(ADA, engines=1, tenant="acme")
+    for name in ("one", "two", "three"):
+        server.say(server.identity(ADA, name))
+    for limit, count in ((-1, 0), (0, 0), (2, 2), (1000, 3)):
+        assert len(server.listed(ADA, params={"limit": limit})) == count
+    monkeypatch.setattr(session_routes, "_LONGEST_LIST", 1)
+    assert server.listed(ADA) == ["three"]
+    admin, principal = server.engines[0]._sessions, server.identity(ADA, "one").principal
+    for tenant, count in (("acme", 3), ("rival", 0), (None, 0)):
+        assert admin.begin("job", None, "list", tenant, principal, False, 10) == {}
+        answer: dict[str, Any] = {}
+        server.wait(lambda answer=answer: answer.update(admin.poll("job")) or "value" in answer)  # type: ignore[misc]
+        assert len(answer["value"]) == count
+
+
 def test_without_keys_the_list_answers_on_a_loopback_server_only(start: Start) -> None:
     server = start()
     server.say(server.identity(None, "an unguessable name"))
