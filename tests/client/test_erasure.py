@@ -223,3 +223,10 @@ def test_a_cleared_session_leaves_nothing_in_the_clients_own_store(server: FakeS
         session.clear()
     left = b"".join(file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
     assert b"other" in left and b"unmistakable" not in left
+
+
+def test_a_salt_that_is_sent_again_counts_as_the_latest() -> None:
+    erasures = ErasureList()
+    for salt in ("one", "two", "one"):
+        erasures.add_salt("s", salt)
+    assert erasures.salts("s") == ["two", "one"] and erasures.salts("t") == []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
 
 from agentspec import AgentClient, ConfigurationError, InvalidInputError, InvalidSessionError
-from agentspec.client.session_naming import SessionTags
+from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags
 from agentspec.identifiers import from_header, to_header
 
 from .fake_server import FakeServer
@@ -162,3 +163,28 @@ def test_bad_settings_name_the_setting(server: FakeServer) -> None:
         with pytest.raises(InvalidInputError, match="content parts"):
             client.chat([{"type": "text", "text": "hello"}])
     assert not server.chats
+
+
+def test_what_the_caller_names_itself_is_kept() -> None:
+    request: dict[str, Any] = {
+        "extra_headers": {"X-Session-ID": "mine"},
+        "extra_body": {"session_id": "mine", "vllm_xargs": {"group_id": "mine", "other": 1}},
+    }
+    EXTENSION.tag(request, "s", "p", "g")
+    assert request["extra_headers"] == {"X-Session-ID": "mine", "X-Parent-Session-ID": "p"}
+    xargs = {"session_id": "s", "parent_session_id": "p", "group_id": "mine", "other": 1}
+    assert request["extra_body"] == {"session_id": "mine", "vllm_xargs": xargs}
+
+
+def test_an_id_that_is_too_long_for_its_field_is_replaced_by_its_hash() -> None:
+    for length, fits in ((64, True), (65, False)):
+        request: dict[str, Any] = {}
+        NAMINGS["openai"].tag(request, "x" * length, None, None)
+        (named,) = request["extra_body"].values()
+        assert len(named) == 64 and (named == "x" * length) == fits
+
+
+def test_a_parent_is_named_with_a_session_only() -> None:
+    request: dict[str, Any] = {}
+    NAMINGS["header"].tag(request, None, "p", None)
+    assert request == {}
