@@ -39,6 +39,16 @@ def test_no_turn_of_a_session_that_is_being_erased_is_applied() -> None:
     assert cache.has_session(None, "a") and not cache.has_session(None, "b")
 
 
+def test_what_is_forgotten_of_the_turns_in_hand_is_not_applied() -> None:
+    loader, cache = BackgroundLoader(MemoryStore()), SuffixCache()
+    turns = StoredTurns(loader, lambda log, session: False)
+    loader.ready.put(Loaded(Wanted(NS, group="g"), [turn(name, 1, group="g") for name in "abc"]), set())
+    assert turns.apply(cache, 0.0) == 1
+    loader.forget("b")
+    assert turns.apply(cache, 1.0) == 1
+    assert [cache.has_session(None, name) for name in "abc"] == [True, False, True]
+
+
 def test_an_erasure_waits_for_the_turn_that_is_put_into_the_cache_just_then() -> None:
     turns = StoredTurns(BackgroundLoader(MemoryStore()), lambda log, session: False)
     putting, goes_on, waited = threading.Event(), threading.Event(), threading.Event()
