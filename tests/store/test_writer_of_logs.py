@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -260,3 +261,35 @@ class TestAPartThatIsAway:
             writer.close(60)
             assert (writer.stats().persisted, writer.stats().dropped) == ((0, 3) if away else (3, 0))
             assert (writer.stats().queued, writer.stats().queued_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError("one shard is away"), StoreError("refused")])
+def test_what_waits_aside_is_without_the_session_that_was_erased_while_its_append_failed(
+    store: FlakyStore, error: StoreError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its records would come behind the tombstone."""
+    append = store.append
+
+    def fail_once(*args: Any, **options: Any) -> list[str]:
+        store.calls += 1
+        if store.calls > 1:
+            return append(*args, **options)
+        assert store.gate.wait(60)
+        raise error
+
+    monkeypatch.setattr(store, "part", lambda namespace: "shard 1")
+    monkeypatch.setattr(store, "append", fail_once)
+    store.gate.clear()
+    writer = BackgroundWriter(store, breaker=quick(), batch_entries=4, batch_seconds=60.0)
+    for number, session in enumerate(("gone", "stays", "stays", "gone")):  # one in each half
+        writer.put("log", turn(session, number))
+    wait_until(lambda: store.calls)
+    assert not writer.forget("gone")
+    store.gate.set()
+    assert writer.flush(60)
+    assert [number_of(decode(entry.payload)) for entry in store.read("log")] == [1, 2]
+    writer.put("log", turn("gone", 9))  # the session is used again
+    assert writer.flush(60)
+    stats = writer.stats()
+    assert (stats.persisted, stats.erased, stats.queued_bytes) == (3, 2, 0)
+    writer.close()
