@@ -95,10 +95,10 @@ def test_a_request_loads_what_its_scope_lets_it_draft_from_and_no_more(scope: Sc
     before.say([1, 2, 3], text(300), session="of the tenant")
     before.flush()
     after = Engine(store)
-    after.persistence = Persistence(store, LOGS, preload=10)
+    after.persistence = Persistence(after.cache, store, LOGS, preload=10)
     identity = Identity(tenant=TENANT, session="s", group="g", scope=scope)
     after.cache.start("r", [1], session="s", group="g", tenant=TENANT, scope=scope)
-    after.persistence.request_load(after.cache, identity, group="g", family=None)
+    after.persistence.request_load(identity, group="g", family=None)
     after.load()
     held = [after.cache.has_session(TENANT, name) for name in ("s", "of the group", "of the tenant")]
     assert held == [loaded >= 1, loaded >= 3, loaded >= 3]
@@ -112,7 +112,7 @@ def test_a_log_counts_for_the_owner_of_its_tenant(monkeypatch: pytest.MonkeyPatc
     salted = Identity(tenant="salted", principal="salted", caller="ada")
     named = Identity(tenant="acme", principal="mac", caller="ada", named_tenant="acme")
     for identity in (salted, named):
-        engine.persistence.request_load(engine.cache, identity, group=None, family=None)
+        engine.persistence.request_load(identity, group=None, family=None)
     assert used == [(LOGS.of("salted"), "ada"), (LOGS.of("acme"), "acme")]
 
 
@@ -288,7 +288,7 @@ def test_an_erasure_is_work_until_it_has_ended_and_then_the_session_is_loaded_ag
     engine = Engine(store)
     engine.persistence.erase("s", [TENANT]).result(60)
     assert engine.persistence.has_loaded()  # so that the engine's next step looks
-    engine.persistence.apply_loaded(engine.cache)
+    engine.persistence.apply_loaded()
     assert not engine.persistence.has_loaded()
     other = Engine(store)
     other.say([1, 2, 3], text(100))

@@ -252,7 +252,7 @@ def test_a_snapshot_that_cannot_be_deleted_keeps_a_session_nowhere_else(
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", read_only)
-    with pytest.raises(AssertionError, match="a snapshot .*refuses this"):
+    with pytest.raises(AssertionError, match=r"a snapshot .*refuses this"):
         here.erase("s")
     assert "snapshot: cannot be deleted, and holds what was erased: Read-only" in caplog.text
     assert [record.session for record in stored(here)] == ["stays"]

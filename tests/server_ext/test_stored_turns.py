@@ -17,40 +17,39 @@ from tests.store.helpers import LOGS, NS, FlakyStore, number_of, turn, wait_unti
 
 def test_the_rest_of_what_was_loaded_is_still_to_be_applied() -> None:
     loader, cache = BackgroundLoader(MemoryStore()), SuffixCache()
-    turns = StoredTurns(loader, lambda log, session: False)
+    turns = StoredTurns(cache, loader, lambda log, session: False)
     wanted, other = (Wanted(NS, session=session) for session in ("s", "another"))
     loader.ready.put(Loaded(wanted, [turn("s", number) for number in range(3)]), set())
     for left in (3, 2, 1):
         assert turns.has_ready() and turns.has_ready_of(wanted) and not turns.has_ready_of(other), left
-        assert turns.apply(cache, 0.0) == 1
-    assert turns.apply(cache, 1.0) == 0
+        assert turns.apply(0.0) == 1
+    assert turns.apply(1.0) == 0
     assert not turns.has_ready() and not turns.has_ready_of(wanted)
 
 
 def test_no_turn_of_a_session_that_is_being_erased_is_applied() -> None:
     loader, cache, job = BackgroundLoader(MemoryStore()), SuffixCache(), Future[Erasure]()
-    turns = StoredTurns(loader, lambda log, session: False)
+    turns = StoredTurns(cache, loader, lambda log, session: False)
     group = Wanted(NS, group="g")
     loader.ready.put(Loaded(group, [turn(name, number, group="g") for number, name in enumerate("abab")]), set())
-    assert turns.apply(cache, 0.0) == 1  # the others of these are in the engine's hands
+    assert turns.apply(0.0) == 1  # the others of these are in the engine's hands
     turns.begin_erasure("b", lambda: job)
-    turns.add(cache, NS, turn("b", 9, group="g"))
-    assert (turns.apply(cache, 1.0), turns.followed) == (1, 0)
+    turns.add(NS, turn("b", 9, group="g"))
+    assert (turns.apply(1.0), turns.followed) == (1, 0)
     assert cache.has_session(None, "a") and not cache.has_session(None, "b")
 
 
 def test_what_is_forgotten_of_the_turns_in_hand_is_not_applied() -> None:
     loader, cache = BackgroundLoader(MemoryStore()), SuffixCache()
-    turns = StoredTurns(loader, lambda log, session: False)
+    turns = StoredTurns(cache, loader, lambda log, session: False)
     loader.ready.put(Loaded(Wanted(NS, group="g"), [turn(name, 1, group="g") for name in "abc"]), set())
-    assert turns.apply(cache, 0.0) == 1
+    assert turns.apply(0.0) == 1
     loader.forget("b")
-    assert turns.apply(cache, 1.0) == 1
+    assert turns.apply(1.0) == 1
     assert [cache.has_session(None, name) for name in "abc"] == [True, False, True]
 
 
 def test_an_erasure_waits_for_the_turn_that_is_put_into_the_cache_just_then() -> None:
-    turns = StoredTurns(BackgroundLoader(MemoryStore()), lambda log, session: False)
     putting, goes_on, waited = threading.Event(), threading.Event(), threading.Event()
 
     class Slow(SuffixCache):
@@ -58,7 +57,8 @@ def test_an_erasure_waits_for_the_turn_that_is_put_into_the_cache_just_then() ->
             putting.set()
             assert goes_on.wait(60)
 
-    threading.Thread(target=turns.add, args=(Slow(), NS, turn("s", 1)), daemon=True).start()
+    turns = StoredTurns(Slow(), BackgroundLoader(MemoryStore()), lambda log, session: False)
+    threading.Thread(target=turns.add, args=(NS, turn("s", 1)), daemon=True).start()
     assert putting.wait(60)
 
     def wait() -> None:
@@ -72,7 +72,7 @@ def test_an_erasure_waits_for_the_turn_that_is_put_into_the_cache_just_then() ->
 
 
 def test_a_session_counts_as_being_erased_before_its_erasure_does_anything() -> None:
-    turns = StoredTurns(BackgroundLoader(MemoryStore()), lambda log, session: False)
+    turns = StoredTurns(SuffixCache(), BackgroundLoader(MemoryStore()), lambda log, session: False)
     known: list[bool] = []
 
     def job() -> None:
@@ -93,7 +93,8 @@ def test_a_session_counts_as_being_erased_before_its_erasure_does_anything() -> 
 
 def test_what_was_read_while_its_session_was_erased_is_not_applied_after_that() -> None:
     """A group was read before the store had erased one of its sessions, and its turns wait for the next step."""
-    persistence, cache = Persistence(MemoryStore(), LOGS, preload=0), SuffixCache()
+    cache = SuffixCache()
+    persistence = Persistence(cache, MemoryStore(), LOGS, preload=0)
 
     def forget() -> list[str | None]:
         read = [turn("a", 1, group="g"), turn("b", 2, group="g")]
@@ -101,14 +102,14 @@ def test_what_was_read_while_its_session_was_erased_is_not_applied_after_that() 
         return []
 
     persistence.erase("b", [None], forget).result(60)
-    assert persistence.apply_loaded(cache, 1.0) == 1
+    assert persistence.apply_loaded(1.0) == 1
     assert cache.has_session(None, "a") and not cache.has_session(None, "b")
     persistence.close()
 
 
 def test_an_erasure_is_complete_if_it_is_in_each_log(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    persistence = Persistence(store, LOGS, preload=0)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     for left in ("a", "b", None):
         erased = {LOGS.of(name): Erasure(1, complete=name != left) for name in ("a", "b")}
         monkeypatch.setattr(store, "erase_session", lambda log, session, erased=erased: erased[log])
@@ -119,7 +120,7 @@ def test_an_erasure_is_complete_if_it_is_in_each_log(monkeypatch: pytest.MonkeyP
 def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_store() -> None:
     store, erased, newest = FlakyStore(), threading.Event(), list[int]()
     store.gate.clear()
-    persistence = Persistence(store, LOGS, preload=0)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     persistence._writer.put(NS, turn("in flight", 1))
     wait_until(lambda: persistence._writer._in_flight)
     for number in range(3):
@@ -145,7 +146,8 @@ def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_st
 def test_a_snapshots_tenants_are_forgotten_unless_all_their_erasures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.server_ext.persistence.persistence.MAX_LOGS", 3)
     follower = SimpleNamespace(begin=lambda *_, **__: None, stats=lambda: SimpleNamespace(erased=0))
-    persistence, cache = Persistence(MemoryStore(), LOGS, preload=0), SuffixCache()
+    cache = SuffixCache()
+    persistence = Persistence(cache, MemoryStore(), LOGS, preload=0)
     monkeypatch.setattr(persistence, "_follower", follower)
     histories = {"told": "whole", "trimmed": "trimmed", "new": "whole"}
     monkeypatch.setattr(
@@ -155,7 +157,7 @@ def test_a_snapshots_tenants_are_forgotten_unless_all_their_erasures_are_told(mo
         cache.restore(replace(turn_of(turn("s", 1)), tenant=tenant))
     assert cache.tenants() == ["one too many", *histories]
     places = {LOGS.of(tenant): "" for tenant in ("one too many", "told", "trimmed")}
-    assert persistence.catch_up_erasures(cache, places)
+    assert persistence.catch_up_erasures(places)
     assert cache.tenants() == ["told"]
-    assert not persistence.catch_up_erasures(cache, places)
+    assert not persistence.catch_up_erasures(places)
     assert cache.tenants() == ["told"]

@@ -358,8 +358,13 @@ def test_a_server_that_starts_leaves_what_another_one_is_saving(tmp_path: Path) 
 def test_a_file_that_is_deleted_before_it_is_locked_is_made_again(tmp_path: Path) -> None:
     path, cache = tmp_path / "snapshot", make()
     keeper = SnapshotKeeper(path, make(), "model")
+
+    def save_often() -> None:
+        for _ in range(6_000):
+            cache.save(path)
+
     with ThreadPoolExecutor(1) as pool:
-        saved = pool.submit(lambda: [cache.save(path) for _ in range(6_000)])
+        saved = pool.submit(save_often)
         while not saved.done():
             keeper._delete_unfinished()
         saved.result()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentspec.cache.store import CircuitBreaker, Follower, TurnRecord, encode
-from agentspec.cache.store.base import NewEntry
+from agentspec.cache.store.base import NewEntry, entry_name
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, entry_of, number_of, turn, wait_until
 
@@ -416,10 +416,11 @@ def test_who_follows_nothing_misses_nothing(process: Process, monkeypatch: pytes
 def test_what_is_remembered_of_tombstones_and_owners_is_bounded(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_MAX_OWN", "_MAX_OWNERS"):
-        monkeypatch.setattr(f"agentspec.cache.store.follower.{name}", 3)
+    monkeypatch.setattr("agentspec.cache.store.own_erasures._MAX_TOMBSTONES", 3)
+    monkeypatch.setattr("agentspec.cache.store.follower._MAX_OWNERS", 3)
     for number in range(10):
-        process.follower.note_own(str(number))
+        process.follower.own.erase_session(NS, f"s{number}")
         assert not process.follower.use(f"log-{number}", "ada")
-    assert [*process.follower._own] == ["7", "8", "9"]
+    newest = [process.store.tombstones(NS)[f"s{number}"] for number in (7, 8, 9)]
+    assert [*process.follower.own._tombstones] == [entry_name(cursor) for cursor in newest]
     assert [*process.follower._owners] == ["log-7", "log-8", "log-9"]

@@ -1,13 +1,13 @@
 """What the follower does with tombstones, of others and of its own process, and with the records around them."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from agentspec.cache.store import Entry, MemoryStore
+from agentspec.cache.store import Entry, Erasure, MemoryStore
 from agentspec.errors import StoreUnavailableError
 from tests.store.helpers import NS, entry_of, turn, wait_until
 
@@ -21,8 +21,7 @@ def test_who_may_hold_text_from_before_an_erasure_is_told_of_it_though_the_sessi
 ) -> None:
     for session in ("used", "gone", "own"):
         process.store.append(NS, [entry_of(turn(session, 1))])
-        erasure = process.store.erase_session(NS, session)
-    process.follower.note_own(str(erasure.tombstone))
+        (process.follower.own if session == "own" else process.store).erase_session(NS, session)
     process.store.append(NS, [entry_of(turn("used", 2))])
     process.begin(NS, "t")
     assert process.erased == [("t", "gone")]
@@ -31,19 +30,37 @@ def test_who_may_hold_text_from_before_an_erasure_is_told_of_it_though_the_sessi
     assert process.follower.stats().erased == 3
 
 
-def test_a_session_whose_erasure_failed_is_delivered_again(process: Process) -> None:
+def while_erasing(process: Process, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Let this process erase the session "s", and act before it knows that the store has."""
+    erase = process.store.erase_session
+
+    def erase_session(log: str, session: str) -> Erasure:
+        erasure = erase(log, session)
+        act()
+        return erasure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process.store, "erase_session", erase_session)
+        process.follower.own.erase_session(NS, "s")
+
+
+def test_a_session_whose_erasure_failed_is_delivered_again(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     process.begin(NS, "t")
-    with suppress(StoreUnavailableError), process.follower.erasing(NS, "s"):
-        raise StoreUnavailableError("away")
+    with monkeypatch.context() as patch, pytest.raises(StoreUnavailableError):
+        patch.setattr(process.store, "erase_session", Mock(side_effect=StoreUnavailableError("away")))
+        process.follower.own.erase_session(NS, "s")
     process.store.append(NS, [entry_of(turn("s", 5))])
     process.wait(delivered=1)
-    assert process.numbers() == [5] and not process.follower.is_erasing(NS, "s")
+    assert process.numbers() == [5] and not process.follower.own.may_be_older(NS, "s")
 
 
-def test_an_erasure_in_a_log_that_is_not_followed_is_over_when_it_ends(process: Process) -> None:
-    with process.follower.erasing(NS, "s"):
-        assert process.follower.is_erasing(NS, "s")
-    assert not process.follower.is_erasing(NS, "s")
+def test_an_erasure_in_a_log_that_is_not_followed_is_over_when_it_ends(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meanwhile = list[bool]()
+    while_erasing(process, monkeypatch, lambda: meanwhile.append(process.follower.own.may_be_older(NS, "s")))
+    assert meanwhile == [True]
+    assert not process.follower.own.may_be_older(NS, "s")
 
 
 def test_a_turn_that_was_read_before_its_tombstone_is_delivered_before_it(
@@ -64,19 +81,26 @@ def test_a_turn_that_was_read_before_its_tombstone_is_delivered_before_it(
     assert process.taken == [] and process.erased == [("t", "s")]
 
 
-def test_a_session_counts_as_being_erased_until_its_log_is_read_behind_the_erasure(process: Process) -> None:
+def test_a_session_counts_as_being_erased_until_its_log_is_read_behind_the_erasure(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for log in (NS, "other"):
         process.begin(log, "t")
-    with process.follower.erasing(NS, "s"):
+
+    def erase_session(log: str, session: str) -> Erasure:
         process.store.append(NS, [entry_of(turn("stays", 1))])
         process.wait(delivered=1)
-        assert process.follower.is_erasing(NS, "s")  # the store may erase it only now
+        assert process.follower.own.may_be_older(NS, "s")  # the store may erase it only now
+        return Erasure(0, complete=True)  # the log has no tombstone, which would be read at once
+
+    monkeypatch.setattr(process.store, "erase_session", erase_session)
+    process.follower.own.erase_session(NS, "s")
     process.store.append("other", [entry_of(turn("stays", 2))])
     process.wait(delivered=2)
-    assert process.follower.is_erasing(NS, "s") and not process.follower.is_erasing("other", "s")
+    assert process.follower.own.may_be_older(NS, "s") and not process.follower.own.may_be_older("other", "s")
     process.store.append(NS, [entry_of(turn("s", 3))])
     process.wait(delivered=3)
-    assert process.numbers() == [1, 2, 3] and not process.follower.is_erasing(NS, "s")
+    assert process.numbers() == [1, 2, 3] and not process.follower.own.may_be_older(NS, "s")
 
 
 def test_what_is_said_behind_an_erasure_of_this_process_is_delivered_with_it(
@@ -91,9 +115,7 @@ def test_what_is_said_behind_an_erasure_of_this_process_is_delivered_with_it(
 
     monkeypatch.setattr(process.store, "read", slow)
     process.begin(NS, "t")
-    with process.follower.erasing(NS, "s"):
-        process.follower.note_own(str(process.store.erase_session(NS, "s").tombstone))
-        assert reading.wait(60)
+    while_erasing(process, monkeypatch, lambda: reading.wait(60))
     process.store.append(NS, [entry_of(turn("s", 3))])  # used again, and read together with the tombstone
     goes_on.set()
     process.wait(delivered=1)
