@@ -80,7 +80,7 @@ def test_an_erasure_that_the_store_cannot_do_says_so(store: FlakyStore, monkeypa
     engine = Engine(store)
     store.gate.clear()
     engine.say([1, 2, 3], text(100))
-    wait_until(lambda: engine.persistence._writer._in_flight)
+    wait_until(lambda: engine.persistence._writer._records.in_flight)
     with pytest.raises(StoreUnavailableError, match="try again"):
         engine.persistence.erase("s", [TENANT]).result(60)
     store.gate.set()

@@ -122,7 +122,7 @@ def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_st
     store.gate.clear()
     persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     persistence._writer.put(NS, turn("in flight", 1))
-    wait_until(lambda: persistence._writer._in_flight)
+    wait_until(lambda: persistence._writer._records.in_flight)
     for number in range(3):
         persistence.next_name()
         persistence._writer.put(NS, turn("s", number))

@@ -162,9 +162,9 @@ class TestWriting:
         for log in logs:
             writer.put(log, turn("s", 0))
         wait_until(lambda: writer.stats().refused == len(logs), 60)
-        assert len(writer._aside.parts()) == REFUSED_LOGS
+        assert len(writer._records.aside.parts()) == REFUSED_LOGS
         assert (writer.stats().queued, writer.stats().queued_bytes) == (0, 0)
-        assert writer._aside.part_of(logs[-1], store.part) is not None  # the latest
+        assert writer._records.aside.part_of(logs[-1], store.part) is not None  # the latest
         writer.close()
 
     def test_the_end_loses_no_record_that_the_store_takes(self) -> None:

@@ -379,7 +379,7 @@ def test_other_threads_get_the_interpreter_while_records_are_encoded(
         for number in range(3000):
             writer.put(NS, turn("s", number, prompt=300))
         while writer.stats().persisted < 3000:
-            turns += bool(writer._in_flight)
+            turns += bool(writer._records.in_flight)
             time.sleep(0)
     finally:
         sys.setswitchinterval(before)

@@ -86,10 +86,10 @@ def test_flush_waits_for_the_queue_while_a_newer_record_of_a_refused_log_is_trie
     for number, namespace in enumerate("abba"):
         writer.put(namespace, turn("s", number))
         if number == 2:
-            target = writer._number
+            target = writer._records.newest
     assert tried.wait(60)
     with writer._work:
-        assert writer._oldest_number() <= target  # of records that wait for the other log
+        assert writer._records.oldest() <= target  # of records that wait for the other log
     assert not writer.flush(0.0)
     go_on.set()
     assert writer.flush(60)
@@ -203,12 +203,12 @@ class TestAPartThatIsAway:
         store.away, store.moved["n"] = {"a", ""}, ""  # nobody knows where log n is
         writer = BackgroundWriter(store, breaker=quick())
         writer.put("a", turn("s", 1))
-        wait_until(lambda: len(writer._aside) == 1)
+        wait_until(lambda: len(writer._records.aside) == 1)
         writer.put("n", turn("gone", 2))
         wait_until(lambda: writer.stats().failed >= 6)
         writer.put("a", turn("s", 3))
         assert writer.forget("gone", 60)
-        wait_until(lambda: len(writer._aside) == 2)
+        wait_until(lambda: len(writer._records.aside) == 2)
         writer.put("b", turn("s", 4))
         wait_until(lambda: store.numbers("b") == [4])
         store.away.clear()
@@ -224,7 +224,7 @@ class TestAPartThatIsAway:
             writer.put("a", turn("s", number))
             writer.put("b", turn("s", number))
             assert writer.stats().queued <= 50
-        wait_until(lambda: writer.stats().queued == len(writer._aside))
+        wait_until(lambda: writer.stats().queued == len(writer._records.aside))
         stats = writer.stats()
         assert stats.persisted + stats.dropped + stats.queued == 1000
         store.away.clear()

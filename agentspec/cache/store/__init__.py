@@ -42,7 +42,8 @@ from agentspec.cache.store.urls import (
     snapshot_path,
     sqlite_path,
 )
-from agentspec.cache.store.writer import BackgroundWriter, WriterStats
+from agentspec.cache.store.waiting_records import WriterStats
+from agentspec.cache.store.writer import BackgroundWriter
 
 if TYPE_CHECKING:
     from agentspec.cache.store.redis_store import RedisStore

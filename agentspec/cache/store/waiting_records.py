@@ -1,0 +1,206 @@
+"""Hold the records that wait to be written to a store, within limits, and count what becomes of each.
+
+A record goes this way, from ``put`` to one of the last four:
+
+    queued ──> in flight ──> persisted     the store has acknowledged it
+      │  ^       │    ^ │
+      │  └───────┘    │ └──> refused       the store takes its log, but never this record
+      │ store away    v
+      │           set aside                its log, or the part of the store that has it, is away or refused
+      │               │
+      └───────────────┴────> dropped       the oldest, where too much waits, or what is left at the end
+
+From each of these places it goes to ``erased`` where its session is erased. While it is in flight, that happens when
+its append fails; one that succeeds comes in front of the tombstone.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+
+from agentspec.cache.store.aside import QueuedRecord, SetAside
+from agentspec.cache.store.breaker import CircuitBreaker, State
+from agentspec.cache.store.records import Record
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 1 << 20  # small enough that a batch is sent well within a socket timeout
+
+
+@dataclass(slots=True)
+class WriterStats:
+    """Count records since the start. Each is in exactly one of persisted, dropped, refused, erased and queued.
+
+    persisted: records that the store has acknowledged. dropped: records discarded because the queue was full, or at
+    close. refused: records that could not be encoded or that the store will never accept. erased: records discarded
+    because their session was erased. failed: appends that failed; their records stay queued. refused_logs: logs whose
+    records the store refuses. trimmed: entries that retention removed from the store. trim_failed: failed attempts to
+    remove some. state: the breaker's.
+    """
+
+    persisted: int = 0
+    dropped: int = 0
+    refused: int = 0
+    erased: int = 0
+    failed: int = 0
+    queued: int = 0
+    queued_bytes: int = 0
+    refused_logs: int = 0
+    trimmed: int = 0
+    trim_failed: int = 0
+    state: State = "closed"
+
+    def as_dict(self) -> dict[str, int | str]:
+        """Return the counts as a JSON-able dict."""
+        return asdict(self)
+
+
+class WaitingRecords:
+    """Hold records in the order of ``put``: at most ``max_entries`` of at most ``max_bytes``. Not thread-safe.
+
+    Beyond these limits the oldest are dropped. in_flight: those of the present batch. aside: those that wait for a log
+    or a part of the store. counts: what became of the others. newest: number of the latest record.
+    """
+
+    def __init__(self, max_bytes: int, max_entries: int, batch_entries: int) -> None:
+        self.in_flight: list[QueuedRecord] = []
+        self.aside = SetAside()
+        self.counts = WriterStats()
+        self.bytes = 0
+        self.newest = 0
+        self._max_bytes, self._max_entries, self._batch_entries = max_bytes, max_entries, batch_entries
+        self._queue: deque[QueuedRecord] = deque()
+        self._next_entries = batch_entries  # most records of the next batch
+        self._forgotten: set[str] = set()  # erased sessions with records in flight
+        self._overflowing = False
+
+    def __len__(self) -> int:
+        """Return how many records wait."""
+        return len(self._queue) + len(self.in_flight) + len(self.aside)
+
+    @property
+    def queued(self) -> int:
+        """Return how many records are neither in flight nor set aside."""
+        return len(self._queue)
+
+    def oldest(self) -> int:
+        """Return the lowest number of a record that waits, or the next one's if none does."""
+        numbers = [records[0].number for records in (self.in_flight, self._queue) if records]
+        if (aside := self.aside.oldest()) is not None:
+            numbers.append(aside)
+        return min(numbers, default=self.newest + 1)
+
+    def is_in_flight(self, session: str) -> bool:
+        """Return whether a record of a session is on its way to the store."""
+        return any(item.record.session == session for item in self.in_flight)
+
+    def put(self, namespace: str, record: Record) -> None:
+        """Let a record wait."""
+        self.newest += 1
+        self._queue.append(QueuedRecord(self.newest, namespace, record, record.size))
+        self.bytes += record.size
+        self._shorten()
+
+    def forget(self, session: str) -> None:
+        """Drop the records of a session that is being erased; those in flight, once their append has failed."""
+        self._queue = deque(self._without({session}, self._queue))
+        self._count_erased(self.aside.forget(session))
+        if self.is_in_flight(session):
+            self._forgotten.add(session)
+
+    def take_batch(self) -> list[QueuedRecord]:
+        """Put the next batch in flight, and return it."""
+        room = _BATCH_BYTES
+        while self._queue and len(self.in_flight) < self._next_entries and room > 0:
+            room -= self._queue[0].size
+            self.in_flight.append(self._queue.popleft())
+        return list(self.in_flight)
+
+    def take_aside(self, part: str) -> list[QueuedRecord]:
+        """Put the first append that waits for a part in flight, and return it."""
+        items = self.aside.take(part)
+        self.in_flight = list(items)
+        return items
+
+    def note_written(self, items: list[QueuedRecord], persisted: int) -> None:
+        """Note that an append succeeded, with so many of its records: the others cannot be encoded."""
+        self.counts.persisted += persisted
+        self.counts.refused += len(items) - persisted
+        self._next_entries = self._batch_entries
+        self.bytes -= sum(item.size for item in items)
+        self._end_flight_of(items)
+
+    def requeue(self) -> None:
+        """Queue what is in flight again, because the store is away."""
+        self.counts.failed += 1
+        # The retry sends the same records, so that a store can recognise an append that it already has.
+        self._next_entries = len(self.in_flight)
+        self._queue.extendleft(reversed(self._without(self._forgotten, self.in_flight)))
+        self._end_flight_of(self.in_flight)
+        self._shorten()
+
+    def set_aside(self, part: str, items: list[QueuedRecord], *, failed: bool = False) -> CircuitBreaker:
+        """Let an append wait for a part of the store that is away. Return the part's breaker. failed: it was tried."""
+        self.counts.failed += failed
+        breaker = self.aside.add(part, self._without(self._forgotten, items))
+        self._end_flight_of(items)
+        self._shorten()
+        return breaker
+
+    def put_back(self, part: str, items: list[QueuedRecord], *, refused: bool) -> bool:
+        """Let an append that failed wait again: if it was refused, in halves. Return whether that gives a record up."""
+        self.counts.failed += 1
+        alone = refused and len(items) == 1
+        if alone:
+            self.counts.refused += 1
+            self.bytes -= items[0].size
+        else:
+            middle = len(items) // 2 if refused else 0
+            self.aside.add(part, self._without(self._forgotten, items[middle:]), first=True)
+            self.aside.add(part, self._without(self._forgotten, items[:middle]), first=True)
+        self._end_flight_of(items)
+        self._shorten()
+        return alone
+
+    def drop_all(self) -> int:
+        """Drop what is not in flight. Return how many waited."""
+        left = len(self)
+        while self._queue or len(self.aside):
+            self._drop_oldest()
+        return left
+
+    def _end_flight_of(self, items: list[QueuedRecord]) -> None:
+        """Take records from the batch. Forget erased sessions once nothing is in flight."""
+        gone = {item.number for item in items}
+        self.in_flight = [item for item in self.in_flight if item.number not in gone]
+        if not self.in_flight:
+            self._forgotten.clear()
+            self._overflowing = self._overflowing and bool(self._queue)
+
+    def _shorten(self) -> None:
+        """Drop the oldest records while there are more than the limits allow."""
+        dropped = self.counts.dropped
+        while (self._queue or len(self.aside)) and (self.bytes > self._max_bytes or len(self) > self._max_entries):
+            self._drop_oldest()
+        if self.counts.dropped > dropped and not self._overflowing:
+            self._overflowing = True
+            logger.warning("agentspec: the store's queue is full; its oldest records are dropped and counted")
+
+    def _drop_oldest(self) -> None:
+        aside = self.aside.oldest()
+        if aside is None or (self._queue and self._queue[0].number < aside):
+            item = self._queue.popleft()
+        else:
+            item = self.aside.drop_oldest()
+        self.bytes -= item.size
+        self.counts.dropped += 1
+
+    def _without(self, erased: set[str], items: Collection[QueuedRecord]) -> list[QueuedRecord]:
+        """Count the records of erased sessions, and return the others."""
+        self._count_erased([item for item in items if item.record.session in erased])
+        return [item for item in items if item.record.session not in erased]
+
+    def _count_erased(self, items: list[QueuedRecord]) -> None:
+        self.counts.erased += len(items)
+        self.bytes -= sum(item.size for item in items)
