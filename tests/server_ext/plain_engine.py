@@ -8,7 +8,7 @@ import numpy as np
 
 from agentspec.cache import HistoryWindow, Scope
 from agentspec.cache.store import TurnRecord, open_store
-from agentspec.cache.store.records import decode
+from agentspec.cache.store.codec import decode
 from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from agentspec.cache.store import open_store
-from agentspec.cache.store.records import TurnRecord, decode
+from agentspec.cache.store.codec import decode
+from agentspec.cache.store.records import TurnRecord
 from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence

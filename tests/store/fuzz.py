@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 
 from agentspec.cache.store import CutRecord, EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
-from agentspec.cache.store.records import _FIELDS, _KEYS, _checksum, _deflate, _deflated
+from agentspec.cache.store.codec import _FIELDS, _KEYS, _checksum, _deflate, _deflated
 from agentspec.errors import CorruptRecordError, RecordVersionError
 from tests.store.helpers import version_2
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentspec.cache import SCOPES, Scope
 from agentspec.cache.store import CutRecord, EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
-from agentspec.cache.store.records import _MOST_RATIO, _checksum, _deflate, _seal
+from agentspec.cache.store.codec import _MOST_RATIO, _checksum, _deflate, _seal
 from agentspec.errors import (
     CorruptRecordError,
     InvalidInputError,

@@ -24,6 +24,7 @@ from agentspec.cache.store.base import (
     trim_sessions,
 )
 from agentspec.cache.store.breaker import CircuitBreaker
+from agentspec.cache.store.codec import decode, encode
 from agentspec.cache.store.followed import FollowerStats
 from agentspec.cache.store.follower import Follower
 from agentspec.cache.store.jobs import StoreJobs
@@ -31,7 +32,7 @@ from agentspec.cache.store.loader import BackgroundLoader, LoaderStats
 from agentspec.cache.store.naming import LogNames, frame, mac, model_key
 from agentspec.cache.store.ready import Loaded, ReadyRecords, Wanted
 from agentspec.cache.store.record_reader import RecordReader
-from agentspec.cache.store.records import CutRecord, EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
+from agentspec.cache.store.records import CutRecord, EraseRecord, MessageRecord, Record, TurnRecord
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
 from agentspec.cache.store.urls import (
     can_write,

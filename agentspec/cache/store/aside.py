@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from agentspec.cache.store.base import NewEntry
 from agentspec.cache.store.breaker import CircuitBreaker
-from agentspec.cache.store.records import Record, TurnRecord, encode
+from agentspec.cache.store.codec import encode
+from agentspec.cache.store.records import Record, TurnRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,9 @@ import numpy as np
 
 from agentspec.cache.core import HASH_BLOCK, context_hashes
 from agentspec.cache.store.base import NewEntry, Store, check_namespace
+from agentspec.cache.store.codec import decode, encode
 from agentspec.cache.store.naming import SCHEMA, LogNames, frame, mac
-from agentspec.cache.store.records import MessageRecord, TurnRecord, decode, encode
+from agentspec.cache.store.records import MessageRecord, TurnRecord
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import SQLiteStore
 from agentspec.cache.store.sqlite_file import APPLICATION_ID, BESIDE, empty_log

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Iterator
 
 from agentspec.cache.store.base import Entry, Store
-from agentspec.cache.store.records import Record, decode
+from agentspec.cache.store.codec import decode
+from agentspec.cache.store.records import Record
 from agentspec.errors import CorruptRecordError, RecordError
 
 logger = logging.getLogger(__name__)

@@ -55,8 +55,9 @@ from agentspec.cache.store.base import (
     conflict,
     expected_session,
 )
+from agentspec.cache.store.codec import encode
 from agentspec.cache.store.courtesy import Courtesy
-from agentspec.cache.store.records import EraseRecord, encode
+from agentspec.cache.store.records import EraseRecord
 from agentspec.cache.store.redis_client import RedisAddress, RedisClient
 from agentspec.cache.store.redis_index import LogIndex
 from agentspec.cache.store.redis_layout import Layout

@@ -33,8 +33,9 @@ from agentspec.cache.store.base import (
     conflict,
     expected_session,
 )
+from agentspec.cache.store.codec import encode
 from agentspec.cache.store.courtesy import Courtesy
-from agentspec.cache.store.records import EraseRecord, encode
+from agentspec.cache.store.records import EraseRecord
 from agentspec.cache.store.sqlite_entries import (
     beyond_limits,
     cursor_of,
