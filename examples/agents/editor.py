@@ -16,7 +16,10 @@ from pathlib import Path
 
 from agentspec import AgentClient, Reply
 
-CODE_BLOCK = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
+
+def fence_for(text: str) -> str:
+    """Return a fence for a code block with this text, which may hold shorter ones."""
+    return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 def describe(reply: Reply) -> str:
@@ -40,11 +43,15 @@ def main() -> None:
     text = options.file.read_text(encoding="utf-8")
     with AgentClient(base_url=options.base_url, model=options.model, store=None) as client:
         session = client.session(f"editor:{options.file.name}")
-        prompt = f"This is {options.file.name}:\n```\n{text}```\n"
+        fence = fence_for(text)
+        prompt = f"This is {options.file.name}:\n{fence}\n{text}{fence}\n"
         for instruction in options.instructions:
             prompt += f"Change it: {instruction}. Answer with the whole file in one code block."
-            reply = session.chat(prompt, prediction=f"```\n{text}```", temperature=0)
-            found = CODE_BLOCK.search(reply.text)
+            reply = session.chat(prompt, prediction=f"{fence}\n{text}{fence}", temperature=0)
+            if reply.finish_reason == "length":
+                print(f"{instruction}: {describe(reply)}; the answer was cut off, so this is not the whole file")
+                break
+            found = re.search(rf"{fence}\w*\n(.*?){fence}", reply.text, re.DOTALL)
             edited = found.group(1) if found else reply.text
             changes = difflib.unified_diff(text.splitlines(), edited.splitlines(), "before", "after", lineterm="", n=0)
             print(f"{instruction}: {describe(reply)}", *changes, sep="\n")

@@ -82,6 +82,21 @@ def test_the_editor_predicts_the_file(server: FakeServer, tmp_path: Path) -> Non
     assert not any("max_tokens" in chat.body for chat in server.chats)
 
 
+def test_the_editor_takes_a_file_with_code_blocks(server: FakeServer, tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("old\n```\ncode\n```\n")
+    server.answers = [{"content": "````markdown\nnew\n```\ncode\n```\n````"}]
+    said = run_example("editor.py", server, tmp_path, "notes.md", "say new")
+    assert said.splitlines()[1:] == ["--- before", "+++ after", "@@ -1 +1 @@", "-old", "+new"]
+
+
+def test_the_editor_takes_no_answer_that_was_cut_off_for_the_file(server: FakeServer, tmp_path: Path) -> None:
+    (tmp_path / "sum.py").write_text("total = 1\n")
+    server.answers, server.finish_reason = [{"content": "```\ntotal"}], "length"
+    said = run_example("editor.py", server, tmp_path, "sum.py", "rename total", "start at 2")
+    assert "rename total: " in said and "the answer was cut off" in said and "-total" not in said
+    assert len(server.chats) == 1
+
+
 def test_the_fan_out_reviews_each_file(server: FakeServer, tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text("pass")
