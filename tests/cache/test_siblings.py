@@ -155,6 +155,21 @@ def test_an_erased_session_is_nobodys_sibling() -> None:
     assert draft(cache) == ("", [])
 
 
+def test_a_request_of_an_erased_session_has_no_sibling() -> None:
+    """It drafted from one before, which runs on."""
+    cache = SuffixCache()
+    cache.start("a", PROMPT, group="g", tenant="t")
+    cache.start("b", PROMPT, group="g", session="s", tenant="t")
+    cache.extend("a", ANSWER)
+    cache.propose(["a"], 0)
+    cache.extend("b", ANSWER[:2])
+    assert draft(cache)[0] == "sibling"
+    cache.remove_session("t", "s")
+    assert draft(cache) == ("", [])
+    cache.extend("b", ANSWER[2:4])
+    assert draft(cache) == ("", [])
+
+
 def test_a_sibling_whose_tokens_the_engine_took_back() -> None:
     cache, texts = two_samples()
     texts[1, 4:6] = ANSWER[:2]
