@@ -79,6 +79,15 @@ def test_scopes(tenant: str | None, writer: Scope, reader: Scope, session: str |
     assert leaks(cache, session, tenant, reader) == seen
 
 
+def test_what_was_said_in_private_and_is_said_again_to_all_is_shared() -> None:
+    """Though the session holds all of it already."""
+    cache = SuffixCache()
+    say(cache, "s", "acme", "session")
+    assert not leaks(cache, "other", "acme")
+    say(cache, "s", "acme", "tenant")
+    assert leaks(cache, "other", "acme")
+
+
 def test_an_unknown_scope_changes_nothing() -> None:
     cache = SuffixCache()
     with pytest.raises(InvalidInputError, match="scope='everyone': give one of tenant, session, none"):
