@@ -83,6 +83,22 @@ def test_its_memory_counts_and_is_bounded() -> None:
     assert cache.stats().bytes == cache._core.recount()[1]
 
 
+def test_it_makes_room_for_itself_in_a_full_cache() -> None:
+    """At once, because no call may follow."""
+    budget = 4 << 20
+    cache = SuffixCache(max_bytes=budget)
+    rng = np.random.default_rng(1)
+    while not cache.stats().evictions:
+        cache.start("r", rng.integers(0, 30_000, 4000, np.int32), session=f"s{cache.stats().tokens}", scope="session")
+        cache.finish("r")
+        cache.catch_up()
+    before = cache.stats()
+    cache.publish([rng.integers(0, 30_000, 1000, np.int32) for _ in range(100)], max_bytes=1 << 20)
+    held = cache.stats()
+    assert held.evictions > before.evictions and held.tokens < before.tokens
+    assert held.bytes - held.leaving <= budget
+
+
 def test_a_running_request_meets_it_and_its_successor() -> None:
     cache = SuffixCache()
     cache.start("r", PUBLIC[:10])
