@@ -150,6 +150,29 @@ def test_what_is_erased_while_a_snapshot_is_saved_is_neither_in_that_nor_drafted
     raise AssertionError("each save was over before the erasure")
 
 
+def test_a_snapshot_that_begins_during_an_erasure_holds_nothing_of_it(tmp_path: Path) -> None:
+    """The session is gone by then, and its responses leave the tenant's index in slices."""
+    rng = np.random.default_rng(7)
+    for number in range(10):  # a busy machine may erase all before this thread goes on
+        path, cache = tmp_path / str(number), SuffixCache(max_bytes=None)
+        response = np.concatenate((SECRET, rng.integers(0, 60_000, 200_000, np.int32), SECRET))
+        for session, said_in_it in ((None, response[40:20_000]), ("gone", response)):
+            cache.restore(FinishedTurn("t", session, 0, response[:0], said_in_it))
+        cache.catch_up()
+        thread = threading.Thread(target=cache.remove_session, args=("t", "gone"))
+        thread.start()
+        while cache.has_session("t", "gone"):
+            time.sleep(0.0001)
+        in_time = thread.is_alive()
+        with contextlib.suppress(SnapshotError):  # it may be tried again later
+            cache.save(path)
+        thread.join()
+        assert not path.exists() or SECRET[:20].tobytes() not in path.read_bytes()
+        if in_time:
+            return
+    raise AssertionError("each erasure was over before the save")
+
+
 def test_a_tenant_that_is_forgotten_while_it_is_saved_leaves_nothing(tmp_path: Path) -> None:
     cache = SuffixCache(max_bytes=None)
     thread = saving(cache, tmp_path / "snapshot")
