@@ -73,6 +73,50 @@ def test_a_forgotten_tenant_leaves_nothing() -> None:
     assert finds(cache, [1, 2, 3], tenant="old") == []
 
 
+def test_a_tenant_alone_in_a_small_budget_keeps_what_it_learned() -> None:
+    """Its texts go instead."""
+    cache, rng = SuffixCache(max_bytes=30_000), np.random.default_rng(1)
+    for _ in range(300):
+        cache.start("r", rng.integers(0, 900, 8), tenant="t")
+        cache.extend("r", rng.integers(0, 900, 20))
+        cache.propose(["r"], 4)
+        cache.extend("r", [1, 2, 3])
+        cache.finish("r")
+        cache.catch_up()
+        assert cache.stats().tenants == 1 and cache.stats().tokens > 0
+    assert cache.stats().evictions > 200
+
+
+def test_tenants_make_room_for_a_running_request() -> None:
+    cache = SuffixCache(max_bytes=2_000_000)
+    for number in range(20):
+        run(cache, list(range(30)), tenant=f"t{number}")
+    cache.start("long", np.arange(400_000, dtype=np.int32), tenant="newest", scope="session")
+    cache.catch_up()
+    assert (cache.stats().tenants, cache.stats().tokens) == (1, 0)
+
+
+def test_a_smaller_budget_holds_for_tenants_that_are_idle() -> None:
+    cache = SuffixCache()
+    for tenant in ("a", "b"):
+        run(cache, list(range(1000)), session="s", tenant=tenant)
+    cache.catch_up()
+    assert cache.stats().tokens > 2000
+    cache.resize(per_tenant=Budget(tokens=500))
+    cache.catch_up()
+    assert cache.stats().tokens <= 1000
+
+
+def test_a_tenant_that_waits_to_be_cut_may_be_forgotten() -> None:
+    cache = SuffixCache()
+    for tenant in ("a", "b"):
+        run(cache, list(range(1000)), tenant=tenant)
+    cache.resize(per_tenant=Budget(tokens=500))
+    assert cache.forget_tenant("a")
+    cache.catch_up()
+    assert (cache.stats().tenants, cache.stats().tokens) == (1, 0)
+
+
 def test_what_tenants_learned_is_saved_and_counted_once(tmp_path: Path) -> None:
     cache = SuffixCache(vocab_size=1000)
     for number in range(130):
