@@ -232,6 +232,16 @@ def test_an_erased_child_leaves_its_family_though_its_own_text_was_evicted() -> 
     assert finds(cache, "root") == ""
 
 
+def test_an_erased_child_leaves_its_family_though_its_turns_were_followed() -> None:
+    """Of its own this process holds the root alone."""
+    cache, there = SuffixCache(), SuffixCache()
+    say(cache, "root", text=REPORT + 500)
+    cache.restore(say(there, "child", "root"), held_only=True)
+    assert finds(cache, "root") and not cache.has_session("t", "child")
+    cache.remove_session("t", "child")
+    assert not finds(cache, "root") and finds(cache, "root", text=REPORT + 500)
+
+
 def test_an_erased_child_leaves_its_family_though_it_was_evicted_before_a_snapshot(tmp_path: Path) -> None:
     """What was evicted stays in memory, and in snapshots, until it is removed little by little."""
     cache, path, other = SuffixCache(), tmp_path / "snapshot", REPORT + 2000
