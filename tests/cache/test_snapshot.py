@@ -129,6 +129,38 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
             SuffixCache.load(path)
 
 
+# Of three documents of 80, 81 and 82 tokens, as words of the snapshot: a session, a record, a range, and when it was
+# written. In front is their number. The number of dropped ones and that of the erased among them follow.
+DOCUMENTS = [3, *(0, 0, 80 << 32, 0), *(0, 0, 161 << 32 | 80, 0), *(0, 0, 243 << 32 | 161, 0), 0, 0]
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        [*DOCUMENTS[:-1], 1],  # more erased ones than dropped ones
+        [3, *DOCUMENTS[5:9], *DOCUMENTS[1:5], *DOCUMENTS[9:]],  # not in their order
+        [3, 0, 0, 83 << 32, *DOCUMENTS[4:]],  # the first one ends in the second one, of whose end nothing is indexed
+        [4, *DOCUMENTS[1:13], 0, 0, 240 << 32 | 243, 0, 0, 0],  # one ends before it begins
+        [*DOCUMENTS[:11], 250 << 32 | 161, *DOCUMENTS[12:]],  # the last one ends behind the text
+        [2, *DOCUMENTS[1:9], 0, 0],  # the text goes on behind the last one
+    ],
+)
+def test_documents_that_do_not_fit_their_text_are_refused(forged: list[int], tmp_path: Path) -> None:
+    """The file's checksum is right. Later such a document would be removed where it is not."""
+    cache, path = SuffixCache(vocab_size=VOCABULARY), tmp_path / "snapshot"
+    for number in range(3):
+        cache.start("r", [1, 2], tenant="t")
+        cache.extend("r", range(100 * number, 100 * number + 77 + number))
+        cache.finish("r")
+    cache.catch_up()
+    cache.save(path)
+    whole, documents = path.read_bytes(), np.array(DOCUMENTS, np.uint64).tobytes()
+    assert whole.count(documents) == 1
+    path.write_bytes(seal(bytearray(whole.replace(documents, np.array(forged, np.uint64).tobytes()))))
+    with pytest.raises(SnapshotError, match="a document lies outside its text"):
+        SuffixCache.load(path, vocab_size=VOCABULARY)
+
+
 def test_positions_out_of_order_leave_with_their_text(tmp_path: Path) -> None:
     """A forged file, whose checksum is right: a position that outlived its text would be read outside of it later."""
     rng, path = np.random.default_rng(1), tmp_path / "snapshot"
