@@ -161,6 +161,46 @@ def test_documents_that_do_not_fit_their_text_are_refused(forged: list[int], tmp
         SuffixCache.load(path, vocab_size=VOCABULARY)
 
 
+def test_a_snapshot_with_a_token_beyond_its_vocabulary_is_refused(tmp_path: Path) -> None:
+    cache, path = SuffixCache(vocab_size=VOCABULARY), tmp_path / "snapshot"
+    text = np.arange(VOCABULARY - 40, VOCABULARY, dtype=np.int32)
+    cache.start("r", [1, 2], session="s", scope="session")
+    cache.extend("r", text)
+    cache.finish("r")
+    cache.save(path)
+    whole = path.read_bytes()
+    assert text.tobytes() in whole
+    path.write_bytes(seal(bytearray(whole.replace(text.tobytes(), (text + 1).tobytes()))))
+    with pytest.raises(SnapshotError, match="a token is not in the vocabulary"):
+        SuffixCache.load(path, vocab_size=VOCABULARY)
+
+
+def test_a_snapshot_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
+    SuffixCache(vocab_size=VOCABULARY).save(tmp_path / "snapshot")
+    with pytest.raises(SnapshotError, match="vocab_size=1000, which is more than 999: it belongs to another model"):
+        SuffixCache.load(tmp_path / "snapshot", vocab_size=VOCABULARY - 1)
+    assert SuffixCache.load(tmp_path / "snapshot", vocab_size=VOCABULARY + 1).stats().tokens == 0
+
+
+def test_a_cache_that_is_in_use_loads_nothing(tmp_path: Path) -> None:
+    cache, used = SuffixCache(), SuffixCache()
+    fill(cache)
+    cache.save(tmp_path / "snapshot")
+    used.start("r", [1, 2], session="own", tenant="t")
+    with pytest.raises(SnapshotError, match="the cache is in use already: load into a new one"):
+        used.load_snapshot(tmp_path / "snapshot")
+    used.extend("r", TEXT)
+    assert used.finish("r") and used.has_session("t", "own") and used.stats().sessions == 1
+
+
+def test_a_session_that_has_said_nothing_is_not_saved(tmp_path: Path) -> None:
+    """The request that knows it is not saved either, and nothing else would let it go."""
+    cache = SuffixCache()
+    cache.start("r", [1, 2], session="silent", tenant="t")
+    cache.save(tmp_path / "snapshot")
+    assert b"silent" not in (tmp_path / "snapshot").read_bytes()
+
+
 def test_positions_out_of_order_leave_with_their_text(tmp_path: Path) -> None:
     """A forged file, whose checksum is right: a position that outlived its text would be read outside of it later."""
     rng, path = np.random.default_rng(1), tmp_path / "snapshot"
