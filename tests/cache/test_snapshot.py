@@ -80,6 +80,18 @@ def test_what_was_erased_is_not_saved(tmp_path: Path) -> None:
     assert SuffixCache.load(tmp_path / "after").stats().tokens == 0
 
 
+def test_what_waits_to_be_indexed_is_indexed_after_a_save(tmp_path: Path) -> None:
+    """Meanwhile nothing of it was, as it is large."""
+    cache = SuffixCache()
+    cache.start("r", [1, 2], tenant="t")
+    cache.extend("r", np.arange(100_000, dtype=np.int32))
+    cache.finish("r")
+    cache.save(tmp_path / "snapshot")
+    assert cache.stats().pending > 0
+    cache.catch_up()
+    assert cache.stats().pending == 0
+
+
 def test_another_policy_may_load_it(tmp_path: Path) -> None:
     cache = SuffixCache()
     fill(cache)
@@ -172,6 +184,32 @@ def test_a_snapshot_with_a_token_beyond_its_vocabulary_is_refused(tmp_path: Path
     assert text.tobytes() in whole
     path.write_bytes(seal(bytearray(whole.replace(text.tobytes(), (text + 1).tobytes()))))
     with pytest.raises(SnapshotError, match="a token is not in the vocabulary"):
+        SuffixCache.load(path, vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("there", "forged", "fault"),
+    [
+        (b"acmf", b"acme", "a tenant is there twice"),
+        (b"session-two", b"session-one", "a session or group is there twice"),
+        (b"\x12" + bytes(7) + b"s4:acmesession-two" + bytes(6), bytes(8), "a session or group is there twice"),
+        (b"s4:acmesession-two", b"x4:acmesession-two", "neither a session nor a group"),
+    ],
+    ids=["tenant", "session", "nameless", "kind"],
+)
+def test_a_snapshot_that_names_an_entry_twice_or_not_at_all_is_refused(
+    there: bytes, forged: bytes, fault: str, tmp_path: Path
+) -> None:
+    cache, path = SuffixCache(vocab_size=VOCABULARY), tmp_path / "snapshot"
+    for tenant, session in (("acme", "session-one"), ("acme", "session-two"), ("acmf", None)):
+        cache.start("r", [1, 2], session=session, tenant=tenant)
+        cache.extend("r", range(50))
+        cache.finish("r")
+    cache.save(path)
+    whole = path.read_bytes()
+    assert there in whole
+    path.write_bytes(seal(bytearray(whole.replace(there, forged))))
+    with pytest.raises(SnapshotError, match=fault):
         SuffixCache.load(path, vocab_size=VOCABULARY)
 
 
