@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentspec.cache import Budget, FinishedTurn, SuffixCache
+from agentspec.cache import Budget, FinishedTurn, HistoryWindow, SuffixCache
 from agentspec.errors import InvalidInputError, InvalidTokenError
 from tests.cache.test_stalls import STALL, Texts, most
 from tests.timing import assert_fast, cpu
@@ -158,6 +158,46 @@ def test_a_family_beyond_the_budget_of_a_session_is_restored_turn_by_turn() -> N
         restored.restore(turn)
         cache.restore(turn)
     assert cache.stats().tokens == restored.stats().tokens
+
+
+def test_a_session_that_another_one_has_started_is_restored_turn_by_turn() -> None:
+    """Its responses would replace those of the other one's family."""
+    turns, _ = conversation(1, 5)
+    cache = SuffixCache()
+    cache.start("r", [1, 2], session="s", tenant="t", parent="root")
+    before = cache.stats().tokens
+    assert not cache.adopt(cache.prepare(turns), turns[0]) and cache.stats().tokens == before
+
+
+def test_a_session_beyond_its_budget_is_restored_turn_by_turn() -> None:
+    text = np.arange(1500, dtype=np.int32)
+    turn = FinishedTurn("t", "s", 0, text, text[:0], writer="w", number=1)
+    for budget, fits in ((1000, False), (2000, True)):
+        cache = SuffixCache(per_session=Budget(tokens=budget))
+        assert cache.adopt(cache.prepare([turn]), turn) == fits
+
+
+def test_responses_that_were_prepared_count_as_written_now() -> None:
+    turns, _ = conversation(1, 5)
+    cache = SuffixCache(history=HistoryWindow.parse("1 weights"))
+    for _ in range(3):
+        cache.begin_weights()
+    assert cache.adopt(cache.prepare(turns), turns[0])
+    before = cache.stats().tokens
+    cache.start("r", [1, 2], session="s", tenant="t")
+    assert cache.stats().tokens == before
+    cache.abort("r")
+    cache.begin_weights()
+    cache.start("r", [1, 2], session="s", tenant="t")
+    assert cache.stats().tokens < before
+
+
+def test_a_session_that_was_prepared_makes_room_for_itself_at_once() -> None:
+    text = np.arange(1500, dtype=np.int32)
+    cache = SuffixCache(max_tokens=4000)
+    for number in range(10):
+        turn = FinishedTurn("t", f"s{number}", 0, text, text[:0], writer="w", number=1)
+        assert cache.adopt(cache.prepare([turn]), turn) and cache.stats().tokens <= 4000
 
 
 def test_it_counts_in_the_budget() -> None:
