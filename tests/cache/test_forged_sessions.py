@@ -1,0 +1,122 @@
+"""Snapshots of a session whose checksums are right and whose turns do not fit its text: each is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from agentspec.cache import SuffixCache
+from agentspec.errors import SnapshotError
+from tests.cache.mutations import VOCABULARY, seal
+
+NOWHERE = 2**32 - 1
+
+Words = NDArray[np.uint64]
+
+
+class Turns:
+    """The words of the session's turns. Documents: hash, length, parent and start, begin and tokens that aren't here.
+
+    Places and records: hash and position. Between them and the documents is the newest context.
+    """
+
+    def __init__(self, words: Words) -> None:
+        first = np.array([2, 0, 0, NOWHERE, 0], np.uint64)
+        (self._begin,) = (at for at in range(len(words) - 5) if (words[at : at + 5] == first).all())
+        at, self._words = self._begin, words
+        self.documents, at = self._rows(at, 4)
+        self.newest, at = words[at : at + 2], at + 2
+        self.places, at = self._rows(at, 2)
+        self.records, self._end = self._rows(at, 2)
+
+    def _rows(self, at: int, width: int) -> tuple[Words, int]:
+        end = at + 1 + width * int(self._words[at])
+        return self._words[at + 1 : end].reshape(-1, width).copy(), end
+
+    def forged(self) -> bytes:
+        """Return the snapshot with these turns and right checksums."""
+        parts: list[Words] = [self._words[: self._begin]]
+        for rows in (self.documents, self.newest, self.places, self.records):
+            parts += [rows.ravel()] if rows is self.newest else [np.array([len(rows)], np.uint64), rows.ravel()]
+        return seal(bytearray(np.concatenate([*parts, self._words[self._end :]]).tobytes()))
+
+    def set_document(self, number: int, *, parent: int, start: int, begin: int) -> None:
+        self.documents[number, 2:] = parent | start << 32, begin
+
+    def forget_places(self) -> None:
+        self.places = self.places[:0]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    cache, path = SuffixCache(vocab_size=VOCABULARY), tmp_path / "snapshot"
+    for number, prompt in enumerate(([], range(20))):
+        cache.start("r", prompt, session="s", scope="session")
+        cache.extend("r", range(100 * number, 100 * number + 50 - 20 * number))
+        assert cache.finish("r", name=("w", number + 1))
+    cache.save(path)
+    return path
+
+
+def no_documents(turns: Turns) -> None:
+    turns.documents, turns.records = turns.documents[:0], turns.records[:0]
+    turns.forget_places()
+
+
+def a_place_behind_the_text(turns: Turns) -> None:
+    turns.places[0, 1] = 10_000
+
+
+def a_record_nowhere(turns: Turns) -> None:
+    turns.records[0, 1] = NOWHERE
+
+
+def a_place_in_front(turns: Turns) -> None:
+    turns.set_document(0, parent=NOWHERE, start=0, begin=1)
+
+
+def a_record_in_front(turns: Turns) -> None:
+    a_place_in_front(turns)
+    turns.forget_places()
+    turns.records[0, 1] = 0
+
+
+def a_parent_in_front(turns: Turns) -> None:
+    a_place_in_front(turns)
+    turns.forget_places()
+    turns.set_document(1, parent=0, start=50, begin=51)
+
+
+def document(number: int, *, parent: int = NOWHERE, start: int, begin: int) -> Callable[[Turns], None]:
+    def forge(turns: Turns) -> None:
+        turns.set_document(number, parent=parent, start=start, begin=begin)
+
+    return forge
+
+
+@pytest.mark.parametrize(
+    ("forge", "fault"),
+    [
+        (no_documents, "a session's turns"),
+        (document(1, start=0, begin=51), "a session's turns"),  # it starts in the first one
+        (document(1, start=60, begin=51), "a session's turns"),  # it begins before it starts
+        (document(1, start=50, begin=10_000), "a session's turns"),  # it begins behind the text
+        (document(1, parent=60, start=50, begin=51), "a session's turns"),  # it goes on from itself
+        (document(0, parent=0, start=0, begin=0), "a session's turns"),  # the first one goes on from itself
+        (a_parent_in_front, "a session's turns"),
+        (a_place_in_front, "a session's turns"),
+        (a_record_in_front, "a session's turns"),
+        (a_place_behind_the_text, "a turn's place"),
+        (a_record_nowhere, "a turn's place"),
+    ],
+)
+def test_turns_that_do_not_fit_their_text_are_refused(saved: Path, forge: Callable[[Turns], None], fault: str) -> None:
+    words = np.frombuffer(saved.read_bytes(), np.uint64)
+    assert Turns(words).forged() == saved.read_bytes()
+    turns = Turns(words)
+    forge(turns)
+    saved.write_bytes(turns.forged())
+    with pytest.raises(SnapshotError, match=fault):
+        SuffixCache.load(saved, vocab_size=VOCABULARY)
