@@ -163,7 +163,13 @@ def test_what_was_evicted_is_counted_and_what_was_erased_is_not(
     assert list(store.read(NS, session="a")) == []
     assert store.losses() == Losses(missing=7)
     assert list(store.read(NS, session="b")) == []
+    assert list(store.read(NS, session="c", after=store.newest(NS))) == []
+    assert list(store.read(NS, session="a", newest=0)) == []
     assert store.losses() == Losses(missing=7)
+    store.append(NS, [NewEntry("b", b"4")])  # behind the erasure
+    raw(store).delete(f"{{agentspec:{NS}}}:3:s:b")
+    assert [entry.session for entry in store.read(NS)] == ["c", "c", "c", "b"]
+    assert store.losses() == Losses(missing=11)
     assert ["noeviction" in record.getMessage() for record in caplog.records] == [True]
 
 
