@@ -120,3 +120,31 @@ def test_turns_that_do_not_fit_their_text_are_refused(saved: Path, forge: Callab
     saved.write_bytes(turns.forged())
     with pytest.raises(SnapshotError, match=fault):
         SuffixCache.load(saved, vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("size", "released", "fault"),
+    [
+        (97, 98, "length of an array"),  # more elements gave their memory back than there are
+        (2**34, 0, "length of an array"),  # no memory is asked for
+        (99, 2, "length of an array"),  # so small a text gives no memory back
+        (2**32, 0, "ends early"),
+    ],
+)
+def test_a_text_of_another_length_is_refused(saved: Path, size: int, released: int, fault: str) -> None:
+    words = np.frombuffer(saved.read_bytes(), np.uint64).copy()
+    text = np.array([97, 0, *[2**64 - 1] * 4, 1 << 32], np.uint64)  # eight boundaries are in front of it
+    (at,) = (at for at in range(len(words) - 7) if (words[at : at + 7] == text).all())
+    words[at : at + 2] = size, released
+    saved.write_bytes(seal(bytearray(words.tobytes())))
+    with pytest.raises(SnapshotError, match=fault):
+        SuffixCache.load(saved, vocab_size=VOCABULARY)
+
+
+def test_a_list_so_long_that_its_bytes_cannot_be_counted_is_refused(saved: Path) -> None:
+    data, two = bytearray(saved.read_bytes()), np.array([2, 0, 0, NOWHERE, 0], np.uint64).tobytes()
+    at = data.index(two)
+    data[at : at + 8] = (2**59 + 2).to_bytes(8, "little")  # times 32, modulo 2 ** 64, it is what is there
+    saved.write_bytes(seal(data))
+    with pytest.raises(SnapshotError, match="ends early"):
+        SuffixCache.load(saved, vocab_size=VOCABULARY)
