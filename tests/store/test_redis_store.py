@@ -104,6 +104,16 @@ def test_an_append_succeeds_whole_when_the_log_was_evicted_and_the_clock_set_bac
     assert list(store.read(NS))[-1].sequence == last
 
 
+def test_an_empty_log_goes_on_behind_its_last_entry_when_the_clock_was_set_back(store: RedisStore) -> None:
+    """Whoever has read up to there would not see the next one."""
+    store.append(NS, [NewEntry("a", b"0")])
+    while store.trim(Retention(records=0)).more:
+        pass
+    future = 32_503_680_000_000  # the year 3000
+    raw(store).hset(f"{{agentspec:{NS}}}:3:usage", "last", f"{future}-7")
+    assert store.append(NS, [NewEntry("a", b"1")]) == [f"{future:020}-{8:020}"]
+
+
 def test_a_log_of_an_older_release_is_refused_with_the_command_that_converts_it(store: RedisStore) -> None:
     raw(store).xadd(f"{{agentspec:{NS}}}:log", {"s": "a"})
     for call in (lambda: store.append(NS, [NewEntry("a", b"1")]), lambda: list(store.read(NS))):
