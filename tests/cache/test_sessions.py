@@ -309,6 +309,20 @@ def test_a_session_cut_to_nothing_takes_its_records_back(tmp_path: Path) -> None
         assert each.has_session(None, "s")
 
 
+def test_a_turn_that_was_cut_to_its_last_token_is_new_again() -> None:
+    """The part that stays begins where the turn ends."""
+    cache = SuffixCache(per_session=Budget(tokens=200))
+    context: Tokens = []
+    turns = []
+    for number, length in enumerate((60, 50, 100)):
+        response = list(range(1000 * number, 1000 * number + length))
+        turns.append(run(cache, context, response, number + 1, scope="session"))
+        context = context + response
+    before = cache.stats().tokens
+    cache.restore(turns[1])
+    assert cache.stats().tokens > before
+
+
 def test_groups_are_loaded_on_demand() -> None:
     source, cache = SuffixCache(), SuffixCache()
     turn = run(source, [1, 2, 3], [4, 5, 6, 7], 1, session="a", group="g")
