@@ -62,6 +62,16 @@ def test_retention_takes_the_oldest_whichever_log_they_are_in(store: Store) -> N
     assert trim(store, Retention(records=0)) == 300
 
 
+def test_retention_spares_what_is_newer_than_the_oldest_of_a_third_log(store: Store) -> None:
+    logs = ["a", "b", "c", "b", "a"]
+    for number, log in enumerate(logs):
+        store.append(log, [NewEntry("s", number.to_bytes(2))])
+        time.sleep(0.002)  # Redis knows milliseconds
+    assert trim(store, Retention(records=2)) == 3
+    left = {log: [int.from_bytes(entry.payload) for entry in store.read(log)] for log in "abc"}
+    assert left == {"a": [4], "b": [3], "c": []}
+
+
 def test_retention_by_bytes_holds_at_ten_times_the_limit_and_gives_the_space_back(store: Store) -> None:
     empty = store.usage().bytes
     limit = 2 << 20
