@@ -114,12 +114,23 @@ def test_an_empty_log_goes_on_behind_its_last_entry_when_the_clock_was_set_back(
     assert store.append(NS, [NewEntry("a", b"1")]) == [f"{future:020}-{8:020}"]
 
 
-def test_a_log_of_an_older_release_is_refused_with_the_command_that_converts_it(store: RedisStore) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.append(NS, [NewEntry("a", b"1")]),
+        lambda store: list(store.read(NS)),
+        lambda store: store.sessions(NS),
+        lambda store: store.erase_session(NS, "a"),  # which would leave the session in the old log
+    ],
+    ids=["append", "read", "sessions", "erase"],
+)
+def test_a_log_of_an_older_release_is_refused_with_the_command_that_converts_it(
+    store: RedisStore, call: Callable[[RedisStore], object]
+) -> None:
     raw(store).xadd(f"{{agentspec:{NS}}}:log", {"s": "a"})
-    for call in (lambda: store.append(NS, [NewEntry("a", b"1")]), lambda: list(store.read(NS))):
-        with pytest.raises(StoreVersionError, match="agentspec sessions convert redis://") as error:
-            call()
-        assert PASSWORD not in str(error.value)
+    with pytest.raises(StoreVersionError, match="agentspec sessions convert redis://") as error:
+        call(store)
+    assert PASSWORD not in str(error.value)
 
 
 def test_logs_are_known_again_after_the_server_lost_everything(server: RedisServer) -> None:
