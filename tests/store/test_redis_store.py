@@ -288,6 +288,9 @@ def test_the_index_takes_no_older_state_unless_a_clock_was_set_back(store: Redis
     index.note("a/0", ShardState(5, 500, 2, 77, now))
     late.note("a/0", ShardState(4, 400, 1, 66, now - 1_000_000))
     assert index.totals() == (5, 500, 2) and index.oldest(9) == [(77, "a/0")]
+    for records, later in ((7, 2), (6, 1)):  # two threads, before the next write
+        index.note("a/0", ShardState(records, 700, 2, 77, now + later))
+    assert index.totals() == (7, 700, 2)
     late.note("a/0", ShardState(1, 100, 1, 88, now - 3_600_000_000))
     late.flush()
     assert index.totals() == (1, 100, 1) and index.oldest(9) == [(88, "a/0")]
