@@ -1,4 +1,4 @@
-"""Snapshots of a session whose checksums are right and whose turns do not fit its text: each is refused."""
+"""Snapshots of a session whose checksums are right, but not their turns, lengths or header: each is refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +122,14 @@ def test_turns_that_do_not_fit_their_text_are_refused(saved: Path, forge: Callab
         SuffixCache.load(saved, vocab_size=VOCABULARY)
 
 
+def text_of(path: Path) -> tuple[Words, int]:
+    """Return the snapshot's words, and where the session's text begins with its size."""
+    words = np.frombuffer(path.read_bytes(), np.uint64).copy()
+    text = np.array([97, 0, *[2**64 - 1] * 4, 1 << 32], np.uint64)  # eight boundaries are in front of it
+    (at,) = (at for at in range(len(words) - 7) if (words[at : at + 7] == text).all())
+    return words, at
+
+
 @pytest.mark.parametrize(
     ("size", "released", "fault"),
     [
@@ -132,12 +140,19 @@ def test_turns_that_do_not_fit_their_text_are_refused(saved: Path, forge: Callab
     ],
 )
 def test_a_text_of_another_length_is_refused(saved: Path, size: int, released: int, fault: str) -> None:
-    words = np.frombuffer(saved.read_bytes(), np.uint64).copy()
-    text = np.array([97, 0, *[2**64 - 1] * 4, 1 << 32], np.uint64)  # eight boundaries are in front of it
-    (at,) = (at for at in range(len(words) - 7) if (words[at : at + 7] == text).all())
+    words, at = text_of(saved)
     words[at : at + 2] = size, released
     saved.write_bytes(seal(bytearray(words.tobytes())))
     with pytest.raises(SnapshotError, match=fault):
+        SuffixCache.load(saved, vocab_size=VOCABULARY)
+
+
+def test_a_number_that_its_type_cannot_hold_is_refused(saved: Path) -> None:
+    """Cut to 32 bits it would be right."""
+    words, at = text_of(saved)
+    words[at - 1] += np.uint64(2**32)
+    saved.write_bytes(seal(bytearray(words.tobytes())))
+    with pytest.raises(SnapshotError, match="damaged snapshot: number"):
         SuffixCache.load(saved, vocab_size=VOCABULARY)
 
 
@@ -147,4 +162,16 @@ def test_a_list_so_long_that_its_bytes_cannot_be_counted_is_refused(saved: Path)
     data[at : at + 8] = (2**59 + 2).to_bytes(8, "little")  # times 32, modulo 2 ** 64, it is what is there
     saved.write_bytes(seal(data))
     with pytest.raises(SnapshotError, match="ends early"):
+        SuffixCache.load(saved, vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "fault"),
+    [(8, 1, "snapshot of version 1; this build reads version"), (12, 0x04030201, "another byte order")],
+)
+def test_a_snapshot_of_another_build_or_machine_is_refused(saved: Path, at: int, value: int, fault: str) -> None:
+    data = bytearray(saved.read_bytes())
+    data[at : at + 4] = value.to_bytes(4, "little")
+    saved.write_bytes(seal(data))
+    with pytest.raises(SnapshotError, match=fault):
         SuffixCache.load(saved, vocab_size=VOCABULARY)

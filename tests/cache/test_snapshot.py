@@ -307,6 +307,10 @@ def test_arctics_rule_reads_nothing_in_front_of_a_text(tmp_path: Path) -> None:
 def test_a_snapshot_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="nowhere"):
         SuffixCache().save(tmp_path / "nowhere" / "snapshot")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SnapshotError, match="cannot be put in place"):
+        SuffixCache().save(tmp_path / "folder")
+    assert [file.name for file in tmp_path.iterdir()] == ["folder"]
 
 
 @pytest.mark.parametrize("error", [MemoryError, OSError, RuntimeError])
