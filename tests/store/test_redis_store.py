@@ -104,6 +104,14 @@ def test_an_append_succeeds_whole_when_the_log_was_evicted_and_the_clock_set_bac
     assert list(store.read(NS))[-1].sequence == last
 
 
+def test_an_entry_whose_notice_was_lost_ends_a_wait(store: RedisStore) -> None:
+    store.append(NS, [NewEntry("a", b"0")])
+    cursors = {NS: store.newest(NS)}
+    assert store.wait(cursors, 0.05) == []
+    raw(store).xadd(f"{{agentspec:{NS}}}:3:log", {"s": "a", "b": 1})
+    assert store.wait(cursors, 10) == [NS]
+
+
 def test_an_empty_log_goes_on_behind_its_last_entry_when_the_clock_was_set_back(store: RedisStore) -> None:
     """Whoever has read up to there would not see the next one."""
     store.append(NS, [NewEntry("a", b"0")])
