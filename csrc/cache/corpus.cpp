@@ -36,7 +36,7 @@ void Corpus::add(const std::string* session, std::uint64_t record, std::span<con
 
 bool Corpus::holds_all_of(const Corpus& other) const {
   return std::all_of(other.documents_.begin(), other.documents_.end(),
-                     [&](const Document& document) { return document.record != 0 && holds(document.record); });
+                     [&](const Document& document) { return holds(document.record); });
 }
 
 bool Corpus::holds_other_than(const std::string& session) const {

@@ -82,7 +82,7 @@ class Corpus {
   std::size_t erased_ = 0;        // documents of erased sessions in dropped_
   std::size_t tokens_ = 0;        // in documents_
   std::size_t dropped_tokens_ = 0;
-  std::unordered_set<std::uint64_t> records_;  // of documents_
+  std::unordered_set<std::uint64_t> records_;  // of documents_, without 0
 };
 
 }  // namespace agentspec
