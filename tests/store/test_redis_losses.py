@@ -11,6 +11,7 @@ import redis
 
 from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, open_store
 from agentspec.cache.store.redis_losses import LossWatch
+from agentspec.errors import StoreError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS
 
@@ -183,6 +184,12 @@ def test_what_is_remembered_of_acknowledged_records_is_bounded(
         store.append(f"{NS}.{number}", named("a", number))
     assert len(watch._acknowledged) == len(watch._batches) == 8
     assert len(store._checked) <= 8 and len(store._entered) <= 8
+    monkeypatch.setattr("agentspec.cache.store.redis_store._UNSURE", 8)
+    for number in range(80):
+        raw(store).set(f"{{agentspec:other.{number}}}:3:log", "of something else")
+        with pytest.raises(StoreError):
+            store.append(f"other.{number}", named("a", number))
+    assert len(store._unsure) == 8
 
 
 def test_what_two_threads_miss_at_once_is_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
