@@ -20,7 +20,7 @@ from agentspec.cache.store import (
     open_store,
 )
 from agentspec.cache.store.base import entry_name
-from agentspec.errors import SessionConflictError, StoreError, StoreUnavailableError
+from agentspec.errors import InvalidInputError, SessionConflictError, StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisClusterServers, RedisSentinels, RedisServer
 from tests.store.helpers import entry_of, number_of, turn, wait_until
 
@@ -224,6 +224,13 @@ def test_a_cursor_of_several_shards_misses_no_entry_with_an_older_id(sharded: tu
     assert behind != ahead
     assert store.wait({NS: found.sequence}, 0.5) == [NS]
     assert [entry.payload for entry in store.read(NS, after=found.sequence)] == [b"of a clock behind"]
+
+
+def test_a_cursor_of_another_number_of_shards_is_refused_by_name(sharded: tuple[RedisServer, RedisStore]) -> None:
+    _, store = sharded
+    store.append(NS, [NewEntry("s", b"1")])
+    with pytest.raises(InvalidInputError, match="after: not a cursor of this store"):
+        list(store.read(NS, after=store.newest(NS) + ",1-1"))
 
 
 def test_a_tombstone_in_another_shard_is_seen(sharded: tuple[RedisServer, RedisStore]) -> None:
