@@ -258,6 +258,13 @@ def calls(store: RedisStore, what: Callable[[], object], monkeypatch: pytest.Mon
     return count[0]
 
 
+def test_many_small_sessions_count_with_what_the_server_needs_for_each(store: RedisStore) -> None:
+    store.append(NS, [NewEntry("one", b"1")] * 100)
+    one = store.usage().bytes
+    store.append(NS, [NewEntry(f"s{number}", b"1") for number in range(100)])
+    assert store.usage().bytes > 4 * one
+
+
 def test_the_limits_cost_what_the_logs_beyond_them_do(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not what all logs do: of these a page is looked at again with each call."""
     for number in range(400):
