@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,18 +13,15 @@ import redis
 
 from agentspec.cache.store import (
     Erasure,
-    Losses,
     NewEntry,
     RedisStore,
     Retention,
     Trimmed,
-    Usage,
     check_layout,
     open_store,
 )
 from agentspec.cache.store.redis_client import RedisAddress, RedisClient
-from agentspec.cache.store.redis_index import LogIndex
-from agentspec.cache.store.redis_shard import RedisShard, ShardState
+from agentspec.cache.store.redis_shard import RedisShard
 from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError, StoreVersionError
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import free_port
@@ -200,135 +196,6 @@ def test_a_server_that_lost_its_secret_gets_it_back_or_it_is_said(
         store.append(f"{NS}{number}", [NewEntry("a", b"3")])
     assert store.secret() == later
     assert sum("another secret than this server" in line for line in caplog.messages) == 1
-
-
-def test_trimming_gives_the_servers_memory_back(store: RedisStore) -> None:
-    store.append(NS, [NewEntry("first", b"")])  # scripts and connections take some .4 MB that do not grow
-
-    def used() -> int:
-        """Return the server's memory without what waits to be written to its append-only file."""
-        server = raw(store)
-        wait_until(lambda: server.info("persistence")["aof_buffer_length"] == 0)
-        return int(server.info("memory")["used_memory"])
-
-    empty = used()
-    for number in range(0, 12_000, 100):
-        store.append(
-            NS, [NewEntry(f"s{n // 200}-{n % 20}", bytes(1_800), f"g{n % 9}") for n in range(number, number + 100)]
-        )
-    full = used() - empty
-    assert 0.8 < store.usage().bytes / full < 1.25
-    limit = full // 10
-    while store.trim(Retention(bytes=limit)).more:
-        pass
-    wait_until(lambda: used() - empty < 1.25 * limit)  # a thread of the server's frees what was deleted
-    assert sum(raw(store).memory_usage(key) or 0 for key in raw(store).scan_iter()) < 1.25 * limit
-    assert len(list(store.read(NS))) == store.usage().records > 800
-
-
-def test_payloads_expire_after_the_retention_if_nobody_trims_them(store: RedisStore) -> None:
-    store.trim(Retention(days=2))
-    store.append(NS, [NewEntry("a", b"1", "g")])
-    for key in ("log", "sessions", "usage"):  # a server that evicts what expires keeps these
-        assert raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") == -1
-    for key in ("s:a", "g:g"):
-        assert 2.9 < raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") / 86_400_000 <= 3
-    raw(store).delete(f"{{agentspec:{NS}}}:3:s:a")  # expired before the log was trimmed
-    store.append(NS, [NewEntry("b", b"2")])
-    assert store.trim(Retention(records=1)) == Trimmed(1, more=True)
-    assert store.usage().records == 1
-    assert [usage.session for usage in store.sessions(NS)] == ["b"]
-
-
-def calls(store: RedisStore, what: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how many times the store asks the server for this."""
-    count, client = [0], store._client
-
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            count[0] += 1
-            return real(*arguments)
-
-        return call
-
-    with monkeypatch.context() as counting:
-        for name in ("command", "run"):
-            counting.setattr(client, name, counted(getattr(client, name)))
-        what()
-    return count[0]
-
-
-def test_many_small_sessions_count_with_what_the_server_needs_for_each(store: RedisStore) -> None:
-    store.append(NS, [NewEntry("one", b"1")] * 100)
-    one = store.usage().bytes
-    store.append(NS, [NewEntry(f"s{number}", b"1") for number in range(100)])
-    assert store.usage().bytes > 4 * one
-
-
-def test_the_limits_cost_what_the_logs_beyond_them_do(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not what all logs do: of these a page is looked at again with each call."""
-    for number in range(400):
-        store.append(f"{NS}.{number:03d}", [NewEntry("s", b"x")] * 2)
-    monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 1000.0)
-    assert calls(store, lambda: store.trim(Retention(days=1, records=800)), monkeypatch) < 2 * 130 + 10  # an audit
-    assert calls(store, lambda: store.trim(Retention(days=1, records=800)), monkeypatch) < 10
-    assert calls(store, lambda: store.trim(Retention(records=797)), monkeypatch) < 20
-    assert store.usage().records == 797
-    assert [len(list(store.read(f"{NS}.{number:03d}"))) for number in range(3)] == [0, 1, 2]
-    assert calls(store, store.usage, monkeypatch) < 3
-
-
-def test_the_index_of_logs_comes_back_after_it_was_lost(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 0.0)
-    for number in range(200):
-        store.append(f"{NS}.{number}", [NewEntry("s", b"x")] * 2)
-    usage = store.usage()
-    assert usage.records == 400
-    raw(store).delete(*(f"{{agentspec:}}:{part}" for part in ("ages", "sizes", "totals")))
-    for _ in range(8):
-        store.trim(Retention())
-    assert store.usage() == usage
-    while store.trim(Retention(records=0)).more:
-        pass
-    assert store.usage() == Usage(0, 0) and keys_of_index(store) == ["totals"]
-
-
-def keys_of_index(store: RedisStore) -> list[str]:
-    return [key.partition("}:")[2] for key in keys(store) if key.startswith("{agentspec:}")]
-
-
-def test_the_index_takes_no_older_state_unless_a_clock_was_set_back(store: RedisStore) -> None:
-    index, late = LogIndex(store._client, "agentspec"), LogIndex(store._client, "agentspec")
-    now = 1_700_000_000_000_000
-    index.note("a/0", ShardState(5, 500, 2, 77, now))
-    late.note("a/0", ShardState(4, 400, 1, 66, now - 1_000_000))
-    assert index.totals() == (5, 500, 2) and index.oldest(9) == [(77, "a/0")]
-    for records, later in ((7, 2), (6, 1)):  # two threads, before the next write
-        index.note("a/0", ShardState(records, 700, 2, 77, now + later))
-    assert index.totals() == (7, 700, 2)
-    late.note("a/0", ShardState(1, 100, 1, 88, now - 3_600_000_000))
-    late.flush()
-    assert index.totals() == (1, 100, 1) and index.oldest(9) == [(88, "a/0")]
-
-
-def test_a_log_that_stays_empty_leaves_nothing(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 0.0)
-    store.append("kept", [NewEntry("s", b"x")])
-    for number in range(30):
-        store.append(f"{NS}.{number}", [NewEntry("s", b"x", name=f"w:{number}")])
-    while store.trim(Retention(records=0)).more:
-        pass
-    store.append("kept", [NewEntry("s", b"x")])
-    assert len(store.namespaces()) == 31
-    monkeypatch.setattr("agentspec.cache.store.redis_shard.IDLE_SECONDS", -1)  # as a day later
-    monkeypatch.setattr("agentspec.cache.store.redis_losses.IDLE_SECONDS", -1)
-    store.trim(Retention())
-    assert store.namespaces() == ["kept"]
-    assert not [key for key in keys(store) if NS in key and ":w:" not in key]
-    store.append(f"{NS}.7", [NewEntry("s", b"again")])
-    assert store.namespaces() == [f"{NS}.7", "kept"]
-    assert [entry.payload for entry in store.read(f"{NS}.7")] == [b"again"]
-    assert store.losses() == Losses()
 
 
 def killed(*_: object) -> None:
