@@ -58,7 +58,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 
 _imports = ThreadPoolExecutor(4, "agentspec-imports")
 """Threads in which long texts become tokens for many seconds. Chats and exports must not wait, so they have others."""
-_turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
+_import_locks: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
 """Held by a principal's import: a principal has one at a time, so that the others' find a thread."""
 
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -141,7 +141,7 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
     engine = drafting_engine(request)
     identity = _identity(engine, session_id, write=True)
     body = await _body(request)
-    async with _turns.setdefault(identity.principal, asyncio.Lock()):
+    async with _import_locks.setdefault(identity.principal, asyncio.Lock()):
         payloads = await asyncio.get_running_loop().run_in_executor(_imports, _read, body, engine, session_id, identity)
     added = []
     for number in engine_numbers(engine):  # one by one, because they may share a store
