@@ -118,7 +118,7 @@ class Follower:
         begun = time.monotonic()
         end = self._store.newest(namespace)
         marks = self._store.tombstones(namespace)
-        erased = [session for session, cursor in marks.items() if not self.own.wrote(namespace, session, cursor)]
+        erased = [session for session, cursor in marks.items() if not self._is_own(namespace, session, cursor)]
         stay = {usage.session for usage in self._store.sessions(namespace)} if erased and not used_too else set[str]()
         numbers = OrderedDict[str, int]()
         for session in erased:
@@ -311,7 +311,7 @@ class Follower:
         tombstone = entry_name(cursor)
         if tombstone in log.applied:
             return
-        if self.own.wrote(namespace, session, cursor):
+        if self._is_own(namespace, session, cursor):
             self.own.note_tombstone_read(namespace, session)
         else:
             try:
@@ -324,6 +324,10 @@ class Follower:
             with self._wake:
                 self._counts.erased += 1
         log.applied[tombstone] = None  # only now, so that an erasure that fails is tried again
+
+    def _is_own(self, namespace: str, session: str, cursor: str) -> bool:
+        """Return whether a tombstone is this process's. Waits no longer than drafting can go on meanwhile."""
+        return self.own.wrote(namespace, session, cursor, LIFE_SECONDS / 2)
 
     def _skip(self, log: FollowedLog, record: TurnRecord) -> None:
         """Skip a record of this process. If it was on its way when its session was erased, erase the session again."""

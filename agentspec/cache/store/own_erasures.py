@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from agentspec.cache.store.base import Erasure, Store, entry_name
 
-_WAIT_SECONDS = 0.5  # longest wait for an erasure; half a follower's LIFE_SECONDS, so that drafting goes on meanwhile
 _MAX_TOMBSTONES = 4096  # that are remembered
 
 
@@ -48,15 +47,13 @@ class OwnErasures:
         """Return whether records read of a session may be older than its erasure by this process."""
         return (log, session) in self._sessions
 
-    def wrote(self, log: str, session: str, tombstone: str) -> bool:
+    def wrote(self, log: str, session: str, tombstone: str, seconds: float) -> bool:
         """Return whether a tombstone is this process's. tombstone: its cursor.
 
-        It may be read before ``erase_session`` knows it, so this waits for that.
+        It may be read before ``erase_session`` knows it, so this waits for that, at most so many seconds.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self._sessions.get((log, session)) is not False, _WAIT_SECONDS
-            )
+            self._changed.wait_for(lambda: self._closed or self._sessions.get((log, session)) is not False, seconds)
             return entry_name(tombstone) in self._tombstones
 
     def note_tombstone_read(self, log: str, session: str) -> None:
