@@ -84,13 +84,13 @@ def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[N
 
     connection: the OpenAI client that makes the block's calls.
     """
-    address = without_secrets(str(connection.base_url).rstrip("/"))
     try:
         yield
     except openai.APITimeoutError as error:
-        error.add_note(f"agentspec: {address} did not answer in time")
+        error.add_note(f"agentspec: {_address_of(connection)} did not answer in time")
         raise
     except openai.APIConnectionError as error:
+        address = _address_of(connection)
         if type(error.__cause__).__name__ in _BROKEN:
             error.add_note(
                 f"agentspec: the connection to {address} broke before the answer was complete: try the call again, and"
@@ -100,12 +100,18 @@ def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[N
         error.add_note(f"agentspec: {address} cannot be reached: wait until its server is up, or give another base_url")
         raise
     except openai.AuthenticationError as error:
-        error.add_note(f"agentspec: give the key of {address} as api_key, or in the variable OPENAI_API_KEY")
+        error.add_note(
+            f"agentspec: give the key of {_address_of(connection)} as api_key, or in the variable OPENAI_API_KEY"
+        )
         raise
     except openai.NotFoundError as error:
         if connection.base_url.path in ("", "/"):  # no error about a model: nothing reads one there
-            error.add_note(f"agentspec: most servers answer below /v1: give {address}/v1 as base_url")
+            error.add_note(f"agentspec: most servers answer below /v1: give {_address_of(connection)}/v1 as base_url")
         raise
+
+
+def _address_of(connection: openai.OpenAI | openai.AsyncOpenAI) -> str:
+    return without_secrets(str(connection.base_url).rstrip("/"))
 
 
 def check_address(name: str, given: object) -> None:
