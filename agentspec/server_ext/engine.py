@@ -348,7 +348,8 @@ class DraftingEngine:
         self._leave_batch()
         for new in started:
             self._requests.begin(new, self._steps)
-        self._turnover.advance(seconds, started, step, begun=step is not None and self._work_time.begun)
+        begun = step is not None and self._work_time.begun
+        self._turnover.advance(seconds, started, step, begun=begun, few_ends=self._work_time.must_apply())
 
     def _measure_work(self) -> int:
         """Count the CPU time of a step's work beside drafting. Return the part in its drafting call, in nanoseconds."""

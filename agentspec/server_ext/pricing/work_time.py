@@ -11,6 +11,8 @@ from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 
 _WORK_SHARE = 0.02
 """Most CPU time that the work takes, as a share of a step's duration."""
+_MOST_WAITS = 2
+"""Steps in a row in which stored turns wait because starts and ends have taken the time for them."""
 
 
 class WorkTime:
@@ -27,7 +29,7 @@ class WorkTime:
         self._usual = 0.0  # seconds between calls, of late; pauses and prompts weigh little. 0.0: not known yet
         self._spent_ns = 0  # spent since the latest step, except by the cache
         self._cache_ns = 0  # spent by the cache up to the latest step
-        self._put_off = False  # whether the latest step had no time to apply stored turns
+        self._waits = 0  # latest steps in a row that had no time to apply stored turns
 
     def tick(self) -> None:
         """Note the time at which a step ends."""
@@ -49,7 +51,7 @@ class WorkTime:
 
     def for_stored_turns_first(self) -> float:
         """Return the seconds for applying stored turns in front of a forward pass; none need wait behind it then."""
-        self._put_off = False
+        self._waits = 0
         return DEFAULT_WORK_SECONDS / 2
 
     def for_begun(self, begin: int) -> float:
@@ -61,18 +63,23 @@ class WorkTime:
 
     def for_turnover(self, allowed: float) -> float:
         """Return the seconds for starting and finishing requests: none where they made stored turns wait just now."""
-        return 0.0 if self._put_off else max(allowed - 1e-9 * self._spent_ns, 0.0)
+        return 0.0 if self._waits else max(allowed - 1e-9 * self._spent_ns, 0.0)
 
     def for_stored_turns(self, allowed: float, begin: int, *, any_wait: bool) -> float | None:
         """Return the seconds for applying stored turns; None: they wait for the next step.
 
-        The other half of the step's time is for indexing what is applied. They never wait twice: steps that all begin
-        requests would apply nothing. begin: the thread's time when the step began to work, in nanoseconds. any_wait:
-        whether there are any.
+        The other half of the step's time is for indexing what is applied. They wait for _MOST_WAITS steps in a row at
+        most: steps that all begin requests would apply nothing. begin: the thread's time when the step began to work,
+        in nanoseconds. any_wait: whether there are any.
         """
         left = allowed / 2 - self._spent(begin)
-        self._put_off = any_wait and left <= 0 and not self._put_off
-        return None if self._put_off else max(left, 0.0)
+        waits = any_wait and left <= 0 and not self.must_apply()
+        self._waits = self._waits + 1 if waits else 0
+        return None if waits else max(left, 0.0)
+
+    def must_apply(self) -> bool:
+        """Return whether stored turns have waited so long that the next step applies some in any case."""
+        return self._waits >= _MOST_WAITS
 
     def for_indexing(self, allowed: float, *, halved: bool) -> float:
         """Return the seconds for indexing: what starts and ends have left, and a quarter in any case.

@@ -3,9 +3,9 @@
 Requests that begin go first, because they get no drafts until then: a step starts half of them. Where it could start
 some in front of its forward pass, it starts half of the rest behind it, but no single one. A session's next turn starts
 after the one before was finished, and so does a request whose input goes on, under the same id. A step does an eighth
-of what else waits, once: rounded down where requests begin, so that a few ends never hold up starts, but many cannot
-pile up either. It does more as long as the next is likely to end within its time. Where no request is left for whose
-steps the rest could wait, all is done at once.
+of what else waits, once: rounded down where requests begin or stored turns have to be applied, so that a few ends never
+hold these up, but many cannot pile up either. It does more as long as the next is likely to end within its time. Where
+no request is left for whose steps the rest could wait, all is done at once.
 """
 
 import time
@@ -114,13 +114,19 @@ class Turnover:
         return next((state for state in found if state.request_id == request_id), None)
 
     def advance(
-        self, seconds: float, started: Sequence[NewRequest] = (), step: Step | None = None, *, begun: bool = False
+        self,
+        seconds: float,
+        started: Sequence[NewRequest] = (),
+        step: Step | None = None,
+        *,
+        begun: bool = False,
+        few_ends: bool = False,
     ) -> None:
         """Start and finish as many requests as fit into so much CPU time of this thread, and the least part anyway.
 
         started: requests that have just begun, whose prompts are valid. step: its rows hold the prompts of the others
         that wait for their start. A request that has no row stays. begun: whether a call has started requests in this
-        step already.
+        step already. few_ends: whether the step has other work that has to be done.
         """
         now = time.thread_time()
         until = now + seconds
@@ -129,7 +135,7 @@ class Turnover:
             starts, others = len(first) // _STARTED, 0
         else:
             starts = -(-len(first) // _STARTED)
-            others = len(rest) // _FINISHED if first else -(-len(rest) // _FINISHED)
+            others = len(rest) // _FINISHED if first or few_ends else -(-len(rest) // _FINISHED)
         if first:  # the end of a request has to wait for its start, which may be late in `first`
             others = len(list(takewhile(_may_be_done, rest[:others])))
         done, least = 0, starts + others
