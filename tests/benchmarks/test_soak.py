@@ -38,6 +38,8 @@ def test_every_broken_promise_is_noticed() -> None:
     assert unmet(kept_promises()) == []
     small, late = Said(tokens=1_000, drafts=kept_promises().said.drafts), kept_promises()
     late.stats["seconds"]["beside"]["counts"][2] = 1
+    slow = kept_promises()
+    slow.stats["seconds"]["beside"]["counts"] = [0, 5, 6, 0]  # usual work over 1 ms
     dropped, erring = kept_promises(), kept_promises()
     dropped.stats["store"]["writer"] |= {"refused": 1, "trimmed": 0}
     erring.stats["counters"]["errors_propose"] = 1
@@ -53,7 +55,8 @@ def test_every_broken_promise_is_noticed() -> None:
         (dataclasses.replace(kept_promises(), left=1), 1),
         (dataclasses.replace(kept_promises(), samples=grown), 1),
         (dataclasses.replace(kept_promises(), samples=over), 2),
-        (late, 1),
+        (late, 2),
+        (slow, 2),
         (dropped, 2),
         (erring, 1),
     ):
@@ -107,7 +110,9 @@ def test_three_minutes(capsys: pytest.CaptureFixture[str]) -> None:
     stalls = 0
     for store in ("redis", "sqlite"):
         broken.pop((store, "records that retention has removed"), None)  # a store's least limit takes eight minutes
-        stalls += broken.pop((store, "steps with more than 1 ms of work beside drafting"), 0)
-    # Two cores with other work on them stretch CPU times; two thousand steps may have a few that took 1 ms.
+        # Two cores with other work on them stretch CPU times, and some machines those of all steps; two thousand steps
+        # may have a few that took 1 ms and three times the usual.
+        broken.pop((store, "steps with more than 1 ms of work beside drafting"), None)
+        stalls += broken.pop((store, "of these, steps with more than 3 times the usual work"), 0)
     assert stalls <= 20
     assert not broken

@@ -87,7 +87,10 @@ class Histogram:
 
     __slots__ = ("_counts", "_sum")
 
-    bounds = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1)
+    bounds = (
+        *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 7.5e-4),
+        *(1e-3, 1.25e-3, 1.5e-3, 2e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1),
+    )
 
     def __init__(self) -> None:
         self._counts = [0] * (len(self.bounds) + 1)
