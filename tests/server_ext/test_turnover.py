@@ -10,6 +10,7 @@ import pytest
 
 from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.pricing.work_time import WorkTime
 from agentspec.server_ext.requests.turnover import Turnover
 from agentspec.server_ext.step import AcceptanceLength, Batch, NewRequest, RequestState, Step
 from tests.server_ext.slow_rows import PROMPT, ROWS, Rows
@@ -475,7 +476,11 @@ def test_nothing_is_finished_before_it_is_started_whatever_the_order(seconds: fl
     assert len(ended) > 300 and all(order["start", name] < order["finish", name] for name in ended)
 
 
-def test_a_step_finishes_an_eighth_of_what_ends() -> None:
+@pytest.mark.parametrize(
+    ("few_ends", "expected"), [(False, [3, 3, 2, 2, 2] + 8 * [1]), (True, [2, 2, 2, 1, 1, 1, 1, 1, 1, 1])]
+)
+def test_a_step_finishes_an_eighth_of_what_ends(few_ends: bool, expected: list[int]) -> None:
+    """Where other work has to be done, none of the last seven."""
     done: list[str] = []
     turnover = Turnover(lambda *_: None, lambda state, _: done.append(state.request_id))
     for number in range(20):
@@ -483,8 +488,23 @@ def test_a_step_finishes_an_eighth_of_what_ends() -> None:
     none = np.zeros(0, np.int32)
     step = Step(Batch((), none), (), none.reshape(0, 0), none, none, none, num_draft_tokens=0)
     counts = []
-    while turnover.has_work():
+    for _ in expected:
         before = len(done)
-        turnover.advance(0.0, step.started, step)
+        turnover.advance(0.0, step.started, step, few_ends=few_ends)
         counts.append(len(done) - before)
-    assert counts == [3, 3, 2, 2, 2] + 8 * [1] and done == [str(number) for number in range(20)]
+    assert counts == expected and done == [str(number) for number in range(sum(expected))]
+    turnover.advance(0.0, step.started, step, few_ends=few_ends)
+    assert len(done) == sum(expected)
+
+
+def test_stored_turns_wait_for_two_steps_that_have_no_time_for_them() -> None:
+    work = WorkTime()
+    answers = []
+    for _ in range(6):
+        work._spent_ns = 10**9  # starts and ends
+        must = work.must_apply()
+        answers.append((must, work.for_stored_turns(5e-4, time.thread_time_ns(), any_wait=True)))
+        work.take(0)
+    assert answers == 2 * [(False, None), (False, None), (True, 0.0)]
+    work._spent_ns = 10**9
+    assert work.for_stored_turns(5e-4, time.thread_time_ns(), any_wait=False) == 0.0  # none wait
