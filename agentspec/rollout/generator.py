@@ -35,7 +35,10 @@ _REWARDS_WRITTEN_S = 30.0
 """How often the rewards of samples that had none are written, in seconds."""
 
 _MOST_WAITING_REWARDS = 64
-"""Samples without a reward that are read ahead."""
+"""Samples that wait for their rewards beside those that are sampled: those beyond take their room.
+
+Samples of an earlier run are read so far ahead.
+"""
 
 PLAIN_OPTIONS = {"logprobs_mode": "processed_logprobs"}
 """What ``vllm.LLM`` takes without drafts. It refuses to give figures of drafts there."""
@@ -288,7 +291,8 @@ class RolloutGenerator:
         missing = (key for key in keys if key not in self._journal)
 
         def fill() -> None:
-            for key in itertools.islice(missing, self._max_open - len(running)):
+            room = self._max_open - len(running) - max(0, len(rewards) - _MOST_WAITING_REWARDS)
+            for key in itertools.islice(missing, max(0, room)):
                 running[self._add(key, plan, figures.weight_version)] = key
 
         try:

@@ -1,6 +1,7 @@
 """The loop around the engine, with an engine that answers at once; the real one is in end_to_end/test_rollouts.py."""
 
 import json
+import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -299,6 +300,21 @@ def test_the_engine_never_holds_more_than_it_can_use(tmp_path: Path) -> None:
     engine = Engine(batch=2)
     run(tmp_path / "r.jsonl", Plan(samples=50), engine, max_waiting=3)
     assert engine.most_open == 5
+
+
+def test_samples_that_wait_for_slow_rewards_are_bounded(tmp_path: Path) -> None:
+    """They are held in memory, so the engine goes on as fast as rewards come."""
+    engine, open_ = Engine(batch=2), [0]
+
+    def reward(problem: Any, sample: Sample) -> float:
+        time.sleep(0.002)
+        open_.append(len(engine.asked) - len(open_))
+        return 1.0
+
+    run(tmp_path / "r.jsonl", Plan(samples=400), engine, max_waiting=3, reward=reward)
+    limit = 5 + 64
+    assert len(open_) > 10 * limit
+    assert limit / 2 < max(open_) <= limit + 5  # more than two of 5 requests may finish in a step
 
 
 def test_a_huge_number_of_samples_takes_no_memory(tmp_path: Path) -> None:
