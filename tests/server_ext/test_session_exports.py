@@ -16,7 +16,7 @@ import pytest
 from fastapi import HTTPException
 
 from agentspec.cache.store import NewEntry, open_store
-from agentspec.server_ext.api import session_routes
+from agentspec.server_ext.api import imports, session_routes
 from tests.server_ext.fuzz import fuzz
 
 from .session_server import ADA, BOB, PROMPT, TEXT, VOCABULARY, Server, Start, start
@@ -157,8 +157,41 @@ class TestExportAndImport:
                 release.set()
             assert {call.result(60).status_code for call in waiting} == {200}
 
+    def test_bodies_that_wait_are_bounded(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ten times as many as fit, of one caller: another one still imports."""
+        monkeypatch.setattr(imports, "_MAX_BODY", 1000)
+        server = start(ADA, BOB, engines=1)
+        release = threading.Event()
+
+        def encode(text: str, **_: Any) -> list[int]:
+            assert not text.startswith("slow") or release.wait(60)
+            return [1, 2, 3]
+
+        server.get_tokenizer = lambda: SimpleNamespace(encode=encode)
+        slow, quick = ({"version": 1, "texts": [text]} for text in ("slow" + 900 * "x", "quick"))
+        with server.http, ThreadPoolExecutor(50) as callers:
+            try:
+                waiting = [callers.submit(server.call, ADA, "PUT", f"slow{i}", json=slow) for i in range(40)]
+                refused: list[Any] = []
+                until = time.monotonic() + 20
+                while len(refused) < 36 and time.monotonic() < until:
+                    refused = [call for call in waiting if call.done()]
+                    time.sleep(0.01)
+                assert {call.result().status_code for call in refused} == {429} and len(refused) == 36
+                answer = refused[0].result()
+                assert (
+                    answer.json()["detail"].startswith("body: imports of yours wait")
+                    and "retry-after" in answer.headers
+                )
+                assert callers.submit(server.call, BOB, "PUT", "quick", json=quick).result(20).status_code == 200
+            finally:
+                release.set()
+            assert sorted(call.result(60).status_code for call in waiting) == 4 * [200] + 36 * [429]
+            assert server.call(ADA, "PUT", "later", json=quick).status_code == 200
+        assert not session_routes._imports._held
+
     def test_a_body_without_end_is_refused(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(session_routes, "_MAX_BODY", 1000)
+        monkeypatch.setattr(imports, "_MAX_BODY", 1000)
         assert start(ADA).call(ADA, "PUT", "copy", content=b" " * 1001).status_code == 413
 
     def test_a_caller_that_leaves_within_its_body_is_no_error_of_the_server(self, start: Start) -> None:
@@ -287,7 +320,7 @@ def test_fuzzed_exports_requests_settings_and_key_files_are_used_or_refused() ->
 
 @pytest.mark.parametrize("item", ["-1,", "1,", '"x",', "[],", "{},"])
 def test_the_largest_import_takes_memory_in_proportion(item: str) -> None:
-    count = session_routes._MAX_BODY // 8 // len(item)
+    count = imports._MAX_BODY // 8 // len(item)
     body = '{"version": 1, "id": "s", "log": "x", "turns": [{"prompt": [' + item * count + "0]}]}"
     tracemalloc.start()
     with pytest.raises(HTTPException, match="turns"):

@@ -18,21 +18,19 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Annotated, Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
-from starlette.requests import ClientDisconnect
 
 from agentspec.addresses import names_loopback
 from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.identifiers import from_header
+from agentspec.server_ext.api.imports import Imports
 from agentspec.server_ext.api.session_texts import FormatVersion, SessionTexts, turns_of
 from agentspec.server_ext.identity import SESSION_KEY, Identity
 from agentspec.server_ext.identity.callers import NOBODY, Presented, shows_admin_key
@@ -52,14 +50,10 @@ router = APIRouter(prefix=f"{ROUTES}/sessions")
 _SALT_HEADER = "X-Cache-Salt"
 _KEY = re.compile("[0-9a-f]{32}")
 _LONGEST_LIST = 1_000
-_MAX_BODY = 8 * 1024 * 1024  # about a million tokens; made to take memory, parsed JSON takes 25 times as much
 _WAIT_SECONDS = 20.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 
-_imports = ThreadPoolExecutor(4, "agentspec-imports")
-"""Threads in which long texts become tokens for many seconds. Chats and exports must not wait, so they have others."""
-_import_locks: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
-"""Held by a principal's import: a principal has one at a time, so that the others' find a thread."""
+_imports = Imports()
 
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]  # one error says enough
@@ -140,13 +134,12 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
     """Add an exported session's turns, or texts, to a session of the caller. only_new: unless it exists."""
     engine = drafting_engine(request)
     identity = _identity(engine, session_id, write=True)
-    body = await _body(request)
-    async with _import_locks.setdefault(identity.principal, asyncio.Lock()):
-        payloads = await asyncio.get_running_loop().run_in_executor(_imports, _read, body, engine, session_id, identity)
-    added = []
-    for number in engine_numbers(engine):  # one by one, because they may share a store
-        args = (identity.session, identity.tenant, payloads, only_new)
-        added += await _run(engine, identity, "write", *args, engines=[number])
+    async with _imports.body_of(request, identity.principal) as body:
+        payloads = await _imports.run(identity.principal, _read, body, engine, session_id, identity)
+        added = []
+        for number in engine_numbers(engine):  # one by one, because they may share a store
+            args = (identity.session, identity.tenant, payloads, only_new)
+            added += await _run(engine, identity, "write", *args, engines=[number])
     return {"id": session_id, "turns": len(payloads), "added": max(added)}
 
 
@@ -238,21 +231,6 @@ async def _ask(engine: Any, number: int, *question: Any) -> dict[str, Any]:
         status = {"unavailable": 503, "invalid": 400}.get(answer["error"], 500)
         raise HTTPException(status_code=status, detail=answer["message"])
     return answer
-
-
-async def _body(request: Request) -> bytes:
-    """Return the body of a request. Raise 413 once it is longer than _MAX_BODY, and 400 where it is cut off."""
-    body = bytearray()
-    try:
-        async for part in request.stream():
-            body += part
-            if len(body) > _MAX_BODY:
-                why = f"body: at most {_MAX_BODY} bytes are taken at once; each turn or text has to fit into that"
-                how = "`agentspec sessions import` sends the turns of a long export a part at a time"
-                raise HTTPException(status_code=413, detail=f"{why}. {how}")
-    except ClientDisconnect:  # nobody hears of it, and a traceback in the log would help nobody
-        raise _refused("body: the caller left before its end") from None
-    return bytes(body)
 
 
 def _read(body: bytes, engine: Any, session_id: str, identity: Identity) -> list[bytes]:

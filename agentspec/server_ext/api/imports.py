@@ -1,0 +1,72 @@
+"""Take the bodies of imports, and let them become tokens in threads of their own: chats and exports must not wait.
+
+A caller's imports run one at a time, so that those of others find a thread. The bodies that wait meanwhile are held in
+memory, so there are limits for those of one caller and of all.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+from fastapi import HTTPException, Request
+from starlette.requests import ClientDisconnect
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_THREADS = 4
+_MAX_BODY = 8 * 1024 * 1024
+"""Longest body, in bytes: about a million tokens. Made to take memory, parsed JSON takes 25 times as much."""
+_BODIES_OF_ONE, _BODIES_OF_ALL = 4, 16
+"""How many of the longest bodies may wait at once, of one caller and of all."""
+
+
+class Imports:
+    """Hold the bodies of imports while they are read, and the threads that read them. For one event loop."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, "agentspec-imports")
+        self._turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()  # by principal
+        self._held = Counter[str | None]()  # bytes of bodies, by principal
+
+    @asynccontextmanager
+    async def body_of(self, request: Request, principal: str | None) -> AsyncIterator[bytes]:
+        """Yield the body of a caller's request, which counts as held until the block ends.
+
+        Raises HTTPException: 413 once it is longer than _MAX_BODY, 400 where it is cut off, and 429 where too many
+        bodies wait already.
+        """
+        body = bytearray()
+        try:
+            async for part in request.stream():
+                body += part
+                self._held[principal] += len(part)
+                if len(body) > _MAX_BODY:
+                    why = f"body: at most {_MAX_BODY} bytes are taken at once; each turn or text has to fit into that"
+                    how = "`agentspec sessions import` sends the turns of a long export a part at a time"
+                    raise HTTPException(status_code=413, detail=f"{why}. {how}")
+                self._refuse_if_full(principal)
+            yield bytes(body)
+        except ClientDisconnect:  # nobody hears of it, and a traceback in the log would help nobody
+            raise HTTPException(status_code=400, detail="body: the caller left before its end") from None
+        finally:
+            self._held[principal] -= len(body)
+            if not self._held[principal]:
+                del self._held[principal]
+
+    async def run(self, principal: str | None, read: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Return what ``read`` makes of a body in one of the threads, after the caller's other imports."""
+        async with self._turns.setdefault(principal, asyncio.Lock()):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: read(*args, **options))
+
+    def _refuse_if_full(self, principal: str | None) -> None:
+        """Raise 429 where the caller's bodies, or those of all, take more memory than they may."""
+        own = self._held[principal] > _BODIES_OF_ONE * _MAX_BODY
+        if own or self._held.total() > _BODIES_OF_ALL * _MAX_BODY:
+            whose = "of yours" if own else "of all callers"
+            why = f"body: imports {whose} wait that take all the memory for them; try again in a few seconds"
+            raise HTTPException(status_code=429, detail=why, headers={"Retry-After": "5"})
