@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -116,6 +117,7 @@ def train(config: Annotated[Path, typer.Argument(help="YAML file; docs/speculato
         from agentspec.train.config import load_config
         from agentspec.train.run import train as run
     settings = load_config(config)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes of vLLM, which answers prompts
     trained = run(settings, Console(stderr=True))
     held_out = trained["held_out"]
     table = Table(title=f"{held_out['sessions']} held-out sessions, {held_out['response_tokens']:,} tokens")

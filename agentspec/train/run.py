@@ -2,11 +2,14 @@
 
 import gc
 import json
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -95,6 +98,27 @@ def _folder(path: Path) -> Iterator[None]:
             path.rmdir()
 
 
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Yield a list, to which Ctrl-C and SIGTERM add themselves. The second raises KeyboardInterrupt at once."""
+    stops: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stops.append(number)
+        if len(stops) > 1:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield stops
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class _Bars(Progress):
     """Show how far a training is: as bars in a terminal, elsewhere as a line a minute and one at each part's end."""
 
@@ -164,19 +188,27 @@ class _Run:
         return head
 
     def train(self, trainer: Trainer, held_out: HiddenStates) -> tuple[Acceptance, Acceptance]:
-        """Train to the last step. Return the acceptance on the held-out sessions before and after."""
+        """Train to the last step. Return the acceptance on the held-out sessions before and after.
+
+        Raises KeyboardInterrupt at Ctrl-C or SIGTERM, once the step is done and saved; a second one doesn't wait.
+        """
         before = measure(trainer.speculator, held_out)
         if trainer.resume():
             self._bars.console.print(f"going on at step {trainer.step}")
         total, every = self.config.train_iters, self.config.checkpoint.save_every_n_steps
         bar = self._bars.add_task("training", total=total, completed=trainer.step)
         smooth = 0.0
-        while trainer.step < total:
-            loss = trainer.train_step()
-            smooth = loss if smooth == 0.0 else 0.98 * smooth + 0.02 * loss
-            self._bars.update(bar, completed=trainer.step, description=f"training, loss {smooth:.3f}")
-            if trainer.step % every == 0:
-                trainer.save()
+        with _stop_signals() as stops:
+            while trainer.step < total:
+                loss = trainer.train_step()
+                smooth = loss if smooth == 0.0 else 0.98 * smooth + 0.02 * loss
+                self._bars.update(bar, completed=trainer.step, description=f"training, loss {smooth:.3f}")
+                if trainer.step % every == 0 or stops:
+                    trainer.save()
+                if stops:
+                    how = f"stopped at step {trainer.step} of {total}, which is saved; run the command again to go on"
+                    self._bars.console.print(how, soft_wrap=True)
+                    raise KeyboardInterrupt
         # Round the weights to the target's dtype, so that the acceptance is measured on the weights that are saved.
         trainer.speculator.to(self.target.dtype).float()
         return before, measure(trainer.speculator, held_out)

@@ -6,6 +6,7 @@ import json
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -125,6 +126,44 @@ def test_cut_off_and_resumed_is_as_if_unbroken(
     assert resumed["held_out"] == unbroken["held_out"]
     for name, value in load_speculator(tmp_path / "again").state_dict().items():
         assert torch.equal(value, weights[name]), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_training_that_is_stopped_saves_its_step(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """What came after the latest checkpoint was lost, and nothing was said."""
+    settings["train_iters"] = 12
+    unbroken = train(TrainingConfig.model_validate(settings), QUIET)
+    settings["checkpoint"]["output_dir"] = str(tmp_path / "again")
+    config = TrainingConfig.model_validate(settings)
+    real, steps, before, text = trainer.Trainer.train_step, [0], signal.getsignal(number), io.StringIO()
+
+    def stop_at_six(self: trainer.Trainer) -> float:
+        steps[0] += 1
+        if self.step == 5:
+            signal.raise_signal(number)
+        return real(self)
+
+    monkeypatch.setattr(trainer.Trainer, "train_step", stop_at_six)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, Console(file=text))
+    assert "stopped at step 6 of 12, which is saved; run the command again to go on" in text.getvalue()
+    assert signal.getsignal(number) is before
+    resumed = train(config, QUIET)
+    assert steps == [12]  # none twice
+    assert resumed["held_out"] == unbroken["held_out"]
+
+
+def test_a_second_signal_does_not_wait_for_the_step(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(self: trainer.Trainer) -> float:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("it waited")
+
+    monkeypatch.setattr(trainer.Trainer, "train_step", hang)
+    with pytest.raises(KeyboardInterrupt):
+        train(TrainingConfig.model_validate(settings), QUIET)
 
 
 def test_a_checkpoint_of_other_settings_is_refused(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
