@@ -133,12 +133,12 @@ def test_a_session_that_is_too_long_for_one_call_goes_in_parts(
 ) -> None:
     part = long_file.stat().st_size // 3
     monkeypatch.setattr("agentspec.cli.sessions._PART_BYTES", part)
-    monkeypatch.setattr("agentspec.server_ext.api.session_routes._MAX_BODY", 2 * part)
+    monkeypatch.setattr("agentspec.server_ext.api.imports._MAX_BODY", 2 * part)
     refused = server.call(BOB, "PUT", "copy", content=long_file.read_bytes())
     assert refused.status_code == 413 and "agentspec sessions import" in refused.text
     assert "7 of 7 turns added" in sessions("import", "copy", str(long_file), key=BOB)[1]
     assert "0 of 7 turns added" in sessions("import", "copy", str(long_file), key=BOB)[1]
-    monkeypatch.setattr("agentspec.server_ext.api.session_routes._MAX_BODY", part // 4)
+    monkeypatch.setattr("agentspec.server_ext.api.imports._MAX_BODY", part // 4)
     assert "each turn or text has to fit" in sessions("import", "copy", str(long_file), key=BOB)[1]
     exported = [server.call(key, "GET", name).json()["turns"] for key, name in ((ADA, "long"), (BOB, "copy"))]
     assert exported[0] == exported[1]
