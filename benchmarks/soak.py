@@ -52,7 +52,7 @@ USUAL_TIMES = 3.0  # so many times the usual work of a step is a stall where tha
 LEAST_WORK = 1e-4  # seconds of work that a step with a start, an end or a stored turn has at least
 WORK_SECONDS = 4e-4  # what most steps take beside their drafting, on a machine with other work
 WORK_READS = 20_000
-TOUCHED_BYTES = 6 << 30  # more than all processes of a run take
+TOUCHED_BYTES = 12 << 30  # several times what all processes of a run take
 LEAST_DRAFTS = 8  # two in each quarter, for a mean and its error
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

@@ -34,7 +34,7 @@ class Imports:
         self._held = Counter[str | None]()  # bytes of bodies, by principal
 
     @asynccontextmanager
-    async def body_of(self, request: Request, principal: str | None) -> AsyncIterator[bytes]:
+    async def body_of(self, request: Request, principal: str | None) -> AsyncIterator[bytearray]:
         """Yield the body of a caller's request, which counts as held until the block ends.
 
         Raises HTTPException: 413 once it is longer than _MAX_BODY, 400 where it is cut off, and 429 where too many
@@ -50,7 +50,7 @@ class Imports:
                     how = "`agentspec sessions import` sends the turns of a long export a part at a time"
                     raise HTTPException(status_code=413, detail=f"{why}. {how}")
                 self._refuse_if_full(principal)
-            yield bytes(body)
+            yield body
         except ClientDisconnect:  # nobody hears of it, and a traceback in the log would help nobody
             raise HTTPException(status_code=400, detail="body: the caller left before its end") from None
         finally:

@@ -233,7 +233,7 @@ async def _ask(engine: Any, number: int, *question: Any) -> dict[str, Any]:
     return answer
 
 
-def _read(body: bytes, engine: Any, session_id: str, identity: Identity) -> list[bytes]:
+def _read(body: bytes | bytearray, engine: Any, session_id: str, identity: Identity) -> list[bytes]:
     """Return the records of what is imported. Raise 400, naming the first wrong field."""
     log = served_model_key(engine.vllm_config)
     session = _tokenised(_parse(body), engine, session_id, log)
@@ -244,7 +244,7 @@ def _read(body: bytes, engine: Any, session_id: str, identity: Identity) -> list
     return _import(session, identity, engine.vllm_config.model_config.get_vocab_size())
 
 
-def _parse(body: bytes) -> ExportedSession | SessionTexts:
+def _parse(body: bytes | bytearray) -> ExportedSession | SessionTexts:
     """Return the export or the texts in the body. Raise 400, naming the first wrong field."""
     try:
         # pydantic's own parser would copy a turn for each of its errors
