@@ -1,8 +1,8 @@
 """Keep an index of all logs under a prefix on Redis, so that looking at all of them doesn't ask each.
 
 The logs of a Cluster lie on several nodes, so no transaction covers a log and its index. Every change of a shard
-returns the shard's new state with the server's time, and the index takes the latest state that it is told. What it was
-not told, because a process was killed, an audit finds: a page of logs with each look at the limits. The keys::
+returns the shard's new state with the server's time, and the index keeps the latest state. If a process is killed
+before it tells the index, an audit finds the change: each look at the limits checks a page of logs. The keys::
 
     prefix:namespaces      the set of logs
     {prefix:}:ages         sorted set, shard: milliseconds of its oldest entry
@@ -23,7 +23,7 @@ from agentspec.errors import StoreError
 
 _FLUSH_SECONDS = 1.0  # between two writes of what has changed
 _LONGEST_PAUSE = 30.0  # after writes that failed
-_MOST_CHANGED = 65_536  # shards whose state waits to be written; what is beyond is left to the audit
+_MOST_CHANGED = 65_536  # shards whose state waits to be written; the audit finds the others
 _AUDIT_SECONDS = 1.0
 _AUDIT_PAGE = 64
 
