@@ -27,6 +27,8 @@ _ABANDONED_SECONDS = 5.0
 """Time without a poll after which an asker counts as gone. The routes poll every quarter of a second."""
 _FLUSH_SECONDS = 1.0
 """Longest wait for the turns that are queued for the store, before it is asked."""
+_LOAD_SECONDS = 0.25
+"""Longest wait for an import to be read from the store, before its caller is told that it is there."""
 _PART_BYTES = 256 * 1024
 """Bytes of records that one answer holds, because the engine passes it on between two steps."""
 
@@ -223,7 +225,7 @@ class SessionAdmin:
         new = [payload for name, payload in given.items() if name not in held]
         if new:
             store.append(self._persistence.logs.of(tenant), [NewEntry(session, payload) for payload in new])
-        self._persistence.load_again(tenant, session)
+        self._persistence.load_again(tenant, session, _LOAD_SECONDS)
         return len(new)
 
     def _tenants(self, store: Store, session: str, held: Set[str | None]) -> list[str | None]:

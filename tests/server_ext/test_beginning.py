@@ -1,17 +1,20 @@
 """Requests begin before their prompts are computed, so that indexing and loading run beside that."""
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from agentspec.cache.store import encode
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from tests.server_ext.plain_engine import in_memory
-from tests.store.helpers import wait_until
+from tests.store.helpers import turn, wait_until
 
 LENGTH = 20_000
 VOCABULARY = 50_000
@@ -132,6 +135,28 @@ def test_what_was_loaded_of_a_session_comes_before_its_request(server: Server, m
     assert order == ["start", "start"]  # nothing of this session is there, though others wait
     server.engine.begin([server.new("again", session="s")])
     assert order == ["start", "start", "apply_loaded", "start"]
+
+
+def test_an_import_is_told_once_the_next_request_drafts_from_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed session is primed just before its first request, which drafted from its own text alone."""
+    persistence = server.engine._persistence
+    monkeypatch.setattr(persistence._loader, "_before_read", lambda *_: time.sleep(0.1))
+    server.engine.session("begin", "job", None, "write", "s", None, [encode(turn("s", 1))], False)
+    wait_until(lambda: server.engine.session("poll", "job").get("value") == 1)
+    assert persistence.has_loaded_of(Identity(session="s"))
+
+
+def test_a_store_that_is_slow_to_read_holds_up_no_import_for_long(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.server_ext.session_admin._LOAD_SECONDS", 0.1)
+    held = threading.Event()
+    monkeypatch.setattr(server.engine._persistence._loader, "_before_read", lambda *_: held.wait(60))
+    server.engine.session("begin", "job", None, "write", "s", None, [encode(turn("s", 1))], False)
+    wait_until(lambda: server.engine.session("poll", "job").get("value") == 1)
+    held.set()
 
 
 def test_nothing_begins_where_drafting_is_switched_off() -> None:

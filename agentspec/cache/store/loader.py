@@ -148,11 +148,13 @@ class BackgroundLoader:
 
     def is_pending(self, wanted: Wanted) -> bool:
         """Return whether ``take`` may still return records of a session, group or corpus."""
+        return self.is_reading(wanted) or self.ready.holds(wanted)
+
+    def is_reading(self, wanted: Wanted) -> bool:
+        """Return whether a session, group or corpus is still to be read, or a part of it."""
         with self._wake:
             read = self._current is not None and self._current.wanted == wanted
-            if read or wanted in self._requested:
-                return True
-        return self.ready.holds(wanted)
+            return read or wanted in self._requested
 
     def forget(self, session: str) -> None:
         """Drop the records of an erased session that were read already. Call it again when the store has erased it."""

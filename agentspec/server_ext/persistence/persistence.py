@@ -46,6 +46,8 @@ _LEARNED_TOKENS = 2048
 """Tokens of another process's response that are learned from, at most: the turns behind it wait meanwhile."""
 _FORGET_SECONDS = 0.05
 """Pause between two looks at whether a tenant has requests."""
+_PAUSE_SECONDS = 0.002
+"""Pause between two looks at how far the loader is."""
 _WARM_UP_SECONDS = 0.1
 """How long turns are applied in one go before serving. Between two goes another thread may erase a session."""
 
@@ -200,7 +202,7 @@ class Persistence:
         deadline = time.monotonic() + timeout
         count, pending = 0, True
         while (pending or self._turns.has_ready()) and time.monotonic() < deadline:
-            time.sleep(0.002)
+            time.sleep(_PAUSE_SECONDS)
             pending = self._loader.is_pending(corpus)  # asked before applying, so that nothing is left unapplied
             count += self.apply_loaded(_WARM_UP_SECONDS)
         if pending:
@@ -208,9 +210,16 @@ class Persistence:
         self.cache.catch_up()
         return count
 
-    def load_again(self, tenant: str | None, session: str) -> None:
-        """Load what was added to a session in the store since it was loaded. Any thread may call it."""
-        self._loader.request(Wanted(self.logs.of(tenant), tenant, session=session))
+    def load_again(self, tenant: str | None, session: str, timeout: float = 0.0) -> None:
+        """Load what was added to a session in the store since it was loaded. Any thread may call it.
+
+        Waits for at most ``timeout`` seconds until it is read, so that the session's next request drafts from it.
+        """
+        wanted = Wanted(self.logs.of(tenant), tenant, session=session)
+        self._loader.request(wanted)
+        until = time.monotonic() + timeout
+        while self._loader.is_reading(wanted) and time.monotonic() < until:
+            time.sleep(_PAUSE_SECONDS)
 
     def erase(
         self,
