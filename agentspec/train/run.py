@@ -203,9 +203,10 @@ class _Run:
                 loss = trainer.train_step()
                 smooth = loss if smooth == 0.0 else 0.98 * smooth + 0.02 * loss
                 self._bars.update(bar, completed=trainer.step, description=f"training, loss {smooth:.3f}")
-                if trainer.step % every == 0 or stops:
+                stopped = bool(stops)  # once: a signal after the save would be told that its step is saved
+                if trainer.step % every == 0 or stopped:
                     trainer.save()
-                if stops:
+                if stopped:
                     how = f"stopped at step {trainer.step} of {total}, which is saved; run the command again to go on"
                     self._bars.console.print(how, soft_wrap=True)
                     raise KeyboardInterrupt

@@ -18,6 +18,7 @@ from fastapi import HTTPException
 from agentspec.cache.store import NewEntry, open_store
 from agentspec.server_ext.api import imports, session_routes
 from tests.server_ext.fuzz import fuzz
+from tests.store.helpers import wait_until
 
 from .session_server import ADA, BOB, PROMPT, TEXT, VOCABULARY, Server, Start, start
 from .test_endpoints import without_tokenizer
@@ -176,13 +177,10 @@ class TestExportAndImport:
         with server.http, ThreadPoolExecutor(50) as callers:
             try:
                 waiting = [callers.submit(server.call, ADA, "PUT", f"slow{i}", json=slow) for i in range(40)]
-                refused: list[Any] = []
-                until = time.monotonic() + 20
-                while len(refused) < 36 and time.monotonic() < until:
-                    refused = [call for call in waiting if call.done()]
-                    time.sleep(0.01)
-                assert {call.result().status_code for call in refused} == {429} and len(refused) == 36
-                answer = refused[0].result()
+                wait_until(lambda: sum(call.done() for call in waiting) >= 36, 20)
+                refused = [call.result() for call in waiting if call.done()]
+                assert [answer.status_code for answer in refused] == 36 * [429]
+                answer = refused[0]
                 assert answer.json()["detail"].startswith("body: imports of yours wait")
                 assert answer.headers["retry-after"] == "5"
                 other = callers.submit(server.call, BOB, "PUT", "quick", json=quick).result(20)

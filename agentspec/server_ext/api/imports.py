@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import HTTPException, Request
 from starlette.requests import ClientDisconnect
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _THREADS = 4
@@ -58,10 +57,10 @@ class Imports:
             if not self._held[principal]:
                 del self._held[principal]
 
-    async def run(self, principal: str | None, read: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    async def run(self, principal: str | None, read: Callable[[], T]) -> T:
         """Return what ``read`` makes of a body in one of the threads, after the caller's other imports."""
         async with self._turns.setdefault(principal, asyncio.Lock()):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: read(*args, **options))
+            return await asyncio.get_running_loop().run_in_executor(self._threads, read)
 
     def _refuse_if_full(self, principal: str | None) -> None:
         """Raise 429 where the caller's bodies, or those of all, take more memory than they may."""

@@ -135,7 +135,7 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
     engine = drafting_engine(request)
     identity = _identity(engine, session_id, write=True)
     async with _imports.body_of(request, identity.principal) as body:
-        payloads = await _imports.run(identity.principal, _read, body, engine, session_id, identity)
+        payloads = await _imports.run(identity.principal, lambda: _read(body, engine, session_id, identity))
         added = []
         for number in engine_numbers(engine):  # one by one, because they may share a store
             args = (identity.session, identity.tenant, payloads, only_new)
