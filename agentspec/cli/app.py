@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from agentspec.cache import Scope
 from agentspec.cli import rollout, sessions, simulate, speculator
@@ -46,7 +47,24 @@ def program(
     """Take the options in front of a command."""
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+class _Serve(TyperCommand):
+    """Leave ``--help=all`` and ``--help=GROUP`` to vLLM, which explains its own options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return what is left of the arguments, as Click does, or print vLLM's help and exit."""
+        wanted = [argument for argument in args if argument.startswith("--help=")]
+        if wanted:
+            from agentspec.server_ext.vllm_adapter.launch import run_vllm  # needs the core
+
+            run_vllm(wanted)
+        return super().parse_args(ctx, args)
+
+
+@app.command(
+    cls=_Serve,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="vLLM's own options: --help=all; of one subject: --help=SchedulerConfig; one alone: --help=max-model-len",
+)
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Model name or path, as for vllm serve.")],

@@ -363,6 +363,15 @@ def test_help_lists_the_commands(agentspec: Program) -> None:
     assert "serve" in printed
 
 
+@pytest.mark.engine
+def test_help_about_a_subject_is_vllms(agentspec: Program) -> None:
+    status, printed = agentspec("serve", "--help")
+    assert status == 0 and "--verify-cost" in printed and "--help=all" in printed
+    command = [sys.executable, "-m", "agentspec", "serve", "--help=max-num-seqs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    assert "--max-num-seqs MAX_NUM_SEQS" in done.stdout and "--verify-cost" not in done.stdout
+
+
 def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "agentspec", "version"], capture_output=True, text=True, timeout=600, check=True
