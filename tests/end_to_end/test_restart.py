@@ -164,6 +164,30 @@ def test_an_engine_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
     assert list(tmp_path.glob("server.db-*.snapshot"))
 
 
+def test_where_vllm_serve_is_the_command_two_variables_switch_drafting_on(tmp_path: Path) -> None:
+    """As in a container whose image runs ``vllm serve``, and whose home can't be written."""
+    prompt, volume = code(909, 12), tmp_path / "volume"
+    switched = {"AGENTSPEC": "1", "VLLM_PLUGINS": "agentspec", "HOME": "/proc", "XDG_DATA_HOME": str(volume)}
+    server = ModelServer(
+        MODEL,
+        agentspec=False,
+        options=OPTIONS,
+        name="demo",
+        log=tmp_path / "server.log",
+        environment={**ENVIRONMENT, **switched, "AGENTSPEC_SETTINGS": '{"verify_cost": 0.03}'},
+    )
+    with server:
+        text, _ = complete(server, prompt, "container")
+        again, figures = complete(server, prompt, "container")
+        wait_for(lambda: all_stored(server))
+        assert server.process_id is not None
+        os.kill(server.process_id, signal.SIGTERM)
+        psutil.Process(server.process_id).wait(SAVE_SECONDS + 30)
+    assert again == text
+    assert figures["accepted_by_source"]["session"] > 0
+    assert {file.suffix for file in (volume / "agentspec").iterdir()} == {".db", ".snapshot"}
+
+
 @pytest.mark.store
 def test_redis_dies_and_returns_and_serves_the_next_process() -> None:
     prompt = code(902, 12)
