@@ -6,7 +6,7 @@ applied to row i + 1.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,16 @@ def target_shape(name: str) -> TargetShape:
     )
 
 
+@contextmanager
+def fitting(field: str, remedy: str) -> Iterator[None]:
+    """Raise ConfigurationError that names the field of the configuration where the device's memory is full."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        why = first_line(error)
+        raise ConfigurationError(f"{field}: does not fit into the device's memory ({why}); write {remedy}") from error
+
+
 class Target:
     """Load the frozen target with transformers, on one device. Raises ConfigurationError where it cannot be loaded.
 
@@ -68,7 +78,8 @@ class Target:
             model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
         except (OSError, ValueError) as error:
             raise _unusable(name, error) from error
-        self._model = model.to(device).eval()
+        with fitting("model.name_or_path", "a smaller model, or take a larger device"):
+            self._model = model.to(device).eval()
         self._device = device
         self.vocab_size = int(model.config.get_text_config().vocab_size)
 
@@ -183,7 +194,8 @@ def _write(conversations: Sequence[Conversation], file: Path, target: Target, pr
     tokens: list[Tensor] = []
     for batch in _batches(conversations):
         _check_vocabulary(batch, target.vocab_size)
-        states = target.hidden_states([torch.from_numpy(conversation.tokens).long() for conversation in batch])
+        with fitting("data.max_length", f"less than {len(batch[0].tokens)}, the tokens of the longest conversation"):
+            states = target.hidden_states([torch.from_numpy(conversation.tokens).long() for conversation in batch])
         for conversation, state in zip(batch, states, strict=True):
             for start, end in conversation.responses:
                 hidden.append(state[start - 1 : end - 1].cpu())

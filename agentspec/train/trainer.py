@@ -21,7 +21,7 @@ from agentspec.server_ext.speculator import Speculator, SpeculatorConfig, build_
 from agentspec.server_ext.speculator.config import METHODS
 from agentspec.train.config import Model, TrainingConfig
 from agentspec.train.corpus import readable, writable
-from agentspec.train.hidden_states import HiddenStates, Response, TargetShape
+from agentspec.train.hidden_states import HiddenStates, Response, TargetShape, fitting
 
 PIECE = 256
 """Most positions of a piece: the length of ArcticTraining's sequences."""
@@ -242,7 +242,10 @@ class Trainer:
         self._file.unlink(missing_ok=True)
 
     def train_step(self) -> float:
-        """Update the weights once. Return the mean loss of a draft. Raises ConfigurationError if that is not finite."""
+        """Update the weights once. Return the mean loss of a draft.
+
+        Raises ConfigurationError if that is not finite, or if an update does not fit into the device's memory.
+        """
         began = time.perf_counter()
         factor = rate_factor(self.step, self.config.train_iters, self.config.scheduler.warmup_ratio)
         for group in self._optimizer.param_groups:
@@ -251,8 +254,10 @@ class Trainer:
         total = 0.0
         for _ in range(parts):
             chosen = [self._pieces[i] for i in islice(self._draws, self.config.micro_batch_size)]
-            loss = self._loss(collate(self._data, chosen, self.speculator.config.n_predict).to(self._device)) / parts
-            loss.backward()
+            batch = collate(self._data, chosen, self.speculator.config.n_predict)
+            with fitting("micro_batch_size", "a smaller one, and more gradient_accumulation_steps"):
+                loss = self._loss(batch.to(self._device)) / parts
+                loss.backward()
             total += float(loss.detach())
         norm = float(torch.nn.utils.clip_grad_norm_(self.speculator.parameters(), _MAX_NORM))
         if not (math.isfinite(total) and math.isfinite(norm)):

@@ -1,0 +1,233 @@
+"""A training that cannot go on names the field and the remedy, and what it has done is kept."""
+
+import errno
+import io
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from agentspec.cache.store import open_store
+from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
+from agentspec.testing.server import free_port
+from agentspec.train import corpus, trainer
+from agentspec.train.config import TrainingConfig
+from agentspec.train.corpus import folder_of
+from agentspec.train.hidden_states import Target
+from agentspec.train.run import train
+from tests.test_files import HOLDER
+
+QUIET = Console(quiet=True)
+
+
+def test_a_tokenizer_that_is_not_there_is_named_by_its_field(settings: dict[str, Any], tmp_path: Path) -> None:
+    """By its field, not by an option of another command."""
+    settings["data"]["sources"][0]["tokenizer"] = str(tmp_path / "none.json")
+    with pytest.raises(ConfigurationError, match=r"^data\.sources: tokenizer .*none\.json: no such file"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
+def test_a_recipe_without_sessions_says_so(settings: dict[str, Any]) -> None:
+    settings["data"]["max_length"] = 3
+    out = Path(settings["checkpoint"]["output_dir"])
+    with pytest.raises(ValueError, match=r"data\.sources: no session"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    assert not out.exists()
+    out.mkdir()
+    with pytest.raises(ValueError, match=r"data\.sources: no session"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    assert out.exists()  # it was there before
+
+
+def test_a_redis_that_is_away_is_named_once(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    settings["data"]["sources"] = [{"type": "store", "url": f"redis://127.0.0.1:{free_port()}/0"}]
+    with pytest.raises(StoreUnavailableError, match="Connection refused"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    assert "secret" not in caplog.text
+
+
+def test_a_store_without_sessions_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "store" / "server.db"
+    settings["data"]["sources"] = [{"type": "store", "url": f"sqlite:///{file}", "tenant": "acme"}]
+    with pytest.raises(StoreUnavailableError, match=f"store {re.escape(str(file))}: no such file; "):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    assert not file.parent.exists()
+    open_store(f"sqlite:///{file}").close()
+    with pytest.raises(
+        InvalidInputError, match=r"data\.sources: no session .*; of a store, .*tenant.* as its server has"
+    ):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
+@pytest.mark.parametrize(("section", "field"), [("checkpoint", "output_dir"), ("data", "cache_dir")])
+def test_a_folder_that_cannot_be_written_is_named_at_once(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, field: str
+) -> None:
+    """By its field: it was named after hours, or without."""
+    (tmp_path / "file").write_text("a note")
+    settings[section][field] = str(tmp_path / "file" / "folder")
+    with pytest.raises(ConfigurationError, match=rf"{section}\.{field}: the folder cannot be made .*; name another"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    folder = tmp_path / "read-only"
+    settings[section][field] = str(folder)
+    monkeypatch.setattr("os.access", lambda path, mode: not str(path).startswith(str(folder)))
+    with pytest.raises(ConfigurationError, match=rf"{field}: .* cannot be written; name another folder"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
+def test_two_trainings_do_not_write_into_one_folder(settings: dict[str, Any], tmp_path: Path) -> None:
+    """They wrote one training.pt; one of them ended for want of its training.pt.part."""
+    config = TrainingConfig.model_validate(settings)
+    out, cache = config.checkpoint.output_dir, folder_of(config)
+    for folder in (out, cache):
+        folder.mkdir(parents=True)
+    with (
+        held(out),
+        pytest.raises(ConfigurationError, match=rf"checkpoint\.output_dir: another .* {re.escape(str(out))};"),
+    ):
+        train(config, QUIET)
+    with held(cache) as holder, Console(record=True, file=io.StringIO()) as console:
+        threading.Timer(1, holder.kill).start()
+        assert train(config, console)["training"]["steps"] == 12
+    assert f"waiting for another training, which fills {cache}" in console.export_text()
+    assert holder.poll() is not None and not [*out.glob(".*"), *cache.glob(".*")]
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has a folder locked, and its end."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+        yield holder
+        holder.kill()
+
+
+@pytest.mark.parametrize("full", ["train.safetensors", "training.pt", "pytorch_model.bin"])
+def test_a_full_disk_is_named_with_the_file_and_the_run_goes_on(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    """It was a traceback that named neither."""
+    settings["train_iters"] = 2
+    settings["checkpoint"]["save_every_n_steps"] = 1
+    writers: dict[str, tuple[Any, str]] = {
+        "train.safetensors": (corpus, "save_file"),
+        "training.pt": (torch, "save"),
+        "pytorch_model.bin": (torch, "save"),
+    }
+    place, name = writers[full]
+    write = getattr(place, name)
+
+    def write_on_full_disk(values: Any, path: Path, *more: Any) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 if path.name.startswith(full) else soft, hard))
+        try:
+            write(values, path, *more)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(place, name, write_on_full_disk)
+    with pytest.raises(OSError, match=rf"cannot be written \(.*\); make room on its disk.*{full}"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    monkeypatch.setattr(place, name, write)
+    assert train(TrainingConfig.model_validate(settings), QUIET)["training"]["steps"] == 2
+
+
+@pytest.mark.parametrize("full", ["config.json", "report.json"])
+def test_a_disk_that_is_full_at_the_end_leaves_no_half_of_a_file(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    """The next run took the half for a finished speculator, or for another model, and refused the folder."""
+    settings["train_iters"] = 1
+    write = Path.write_text
+
+    def write_half(path: Path, text: str, **more: Any) -> int:
+        if path.name.startswith(full):
+            write(path, text[:9], **more)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_half)
+        with pytest.raises(OSError, match="No space left"):
+            train(TrainingConfig.model_validate(settings), QUIET)
+    assert train(TrainingConfig.model_validate(settings), QUIET)["training"]["steps"] == 1
+
+
+def test_another_model_is_not_written_over(settings: dict[str, Any], tmp_path: Path) -> None:
+    copied = tmp_path / "target"
+    shutil.copytree(settings["model"]["name_or_path"], copied)
+    settings["checkpoint"]["output_dir"] = str(copied)
+    before = (copied / "config.json").read_bytes()
+    with pytest.raises(ConfigurationError, match=r"checkpoint\.output_dir: .* holds another model"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    assert (copied / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("damaged", ["train.safetensors", "train/hidden-00000", "head.safetensors", "training.pt"])
+def test_a_damaged_file_is_named_and_made_again_once_it_is_removed(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    settings |= {"loss": "lk", "train_iters": 2}
+    settings["checkpoint"]["save_every_n_steps"] = 1
+    config = TrainingConfig.model_validate(settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "forget", lambda _: None)
+        train(config, QUIET)
+    (config.checkpoint.output_dir / "report.json").unlink()
+    folders = folder_of(config), config.checkpoint.output_dir
+    (file,) = [file for folder in folders for file in folder.glob(f"{damaged}*")]
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(InvalidInputError, match=f"{re.escape(str(file))}: cannot be read .*; remove ") as error:
+        train(config, QUIET)
+    named = Path(str(error.value).split("; remove ")[1].split(",")[0])
+    assert named in file.parents or named == file
+    shutil.rmtree(named) if named.is_dir() else named.unlink()
+    assert train(config, QUIET)["training"]["steps"] == 2
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "lk"])
+def test_a_training_that_diverges_ends_and_saves_nothing(settings: dict[str, Any], loss: str) -> None:
+    settings |= {"loss": loss, "optimizer": {"lr": 1e30}}
+    settings["checkpoint"]["save_every_n_steps"] = 5
+    config = TrainingConfig.model_validate(settings)
+    with pytest.raises(ConfigurationError, match=r"optimizer\.lr: update \d+ has a loss of .*: write a"):
+        train(config, QUIET)
+    assert not config.checkpoint.output_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ((trainer, "lk"), r"^micro_batch_size: .*\(HIP out of memory\); write a smaller one, and more gradient_acc"),
+        ((Target, "hidden_states"), r"^data\.max_length: .*\(HIP out of memory\); write less than \d+, "),
+    ],
+)
+def test_a_full_device_is_named_with_what_to_write_smaller(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], message: str
+) -> None:
+    def fail(*_: object) -> Any:
+        raise torch.OutOfMemoryError("HIP out of memory\nTried to allocate")
+
+    monkeypatch.setattr(*place, fail)
+    with pytest.raises(ConfigurationError, match=message):
+        train(TrainingConfig.model_validate(settings | {"loss": "lk"}), QUIET)
+
+
+def test_a_split_that_leaves_a_side_empty_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    source = settings["data"]["sources"][0]
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(Path(source["path"]).read_text().splitlines(keepends=True)[:3]))
+    source["path"] = str(few)
+    with pytest.raises(ValueError, match=r"data\.train_eval_split: of 1 conversations none is (held out|trained on)"):
+        train(TrainingConfig.model_validate(settings), QUIET)
