@@ -9,7 +9,7 @@ import pytest
 from agentspec.cache import SOURCES
 from agentspec.server_ext.api.response_figures import _as_text
 from agentspec.server_ext.figures.metrics import RequestFigures
-from agentspec.server_ext.figures.traces import Traces
+from agentspec.server_ext.figures.traces import Trace, Traces
 from agentspec.server_ext.identity import DETAIL_KEY, RequestTagger
 
 from .plain_engine import TEXT, Engine
@@ -121,6 +121,42 @@ def test_one_trace_beyond_the_limit_is_dropped() -> None:
     for _ in range(1_000):
         traces.add(trace, [1, 2, 3], 0, 0)
     assert figures.trace is None and traces.bytes == 0
+
+
+@pytest.mark.parametrize("why", ["limit", "erasure"])
+def test_a_dropped_trace_takes_no_memory_although_its_request_goes_on(why: str) -> None:
+    """The request holds it until it ends: its text outlived the erasure of its session, and was not counted."""
+    traces, figures = Traces(max_bytes=2_000), RequestFigures()
+    trace = traces.begin(figures, "s", shares_corpus=False)
+    empty = trace.bytes
+    trace.note_draft([4, 5], [0, 0])
+    traces.add(trace, [4, 5, 6], 2, 2)
+    if why == "erasure":
+        traces.erase("s")
+    else:
+        traces.add(trace, [1] * 1_000, 0, 0)
+    trace.note_draft([7], [0])
+    traces.add(trace, [7, 8], 1, 1)
+    assert (trace.bytes, trace.as_list(), traces.bytes) == (empty, [], 0)
+
+
+def test_a_trace_may_be_dropped_while_its_figures_are_read() -> None:
+    """Another process may erase its session at any time, which a thread of its own does here."""
+
+    class Figures(RequestFigures):
+        @property
+        def trace(self) -> Trace | None:
+            found = self._trace
+            traces.erase("s")
+            return found
+
+        @trace.setter
+        def trace(self, trace: Trace | None) -> None:
+            self._trace = trace
+
+    traces, figures = Traces(max_bytes=2_000), Figures()
+    traces.begin(figures, "s", shares_corpus=False)
+    assert figures.as_dict("r")["detail"] == []
 
 
 @pytest.mark.parametrize(("header", "asked"), [(b"detailed", True), (b"summary", False), (None, False)])

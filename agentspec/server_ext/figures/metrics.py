@@ -59,6 +59,7 @@ class RequestFigures:
 
     def as_dict(self, request_id: str) -> dict[str, Any]:
         """Return the figures as JSON: tokens, verification steps, steps with a draft, drafted and accepted tokens."""
+        trace = self.trace  # another thread may drop it meanwhile
         return {
             "request_id": request_id,
             "tokens": self.tokens,
@@ -68,7 +69,7 @@ class RequestFigures:
             "accepted": sum(self.accepted),
             "drafted_by_source": dict(zip(SOURCES, self.drafted, strict=True)),
             "accepted_by_source": dict(zip(SOURCES, self.accepted, strict=True)),
-            **({} if self.trace is None else {"detail": self.trace.as_list()}),
+            **({} if trace is None else {"detail": trace.as_list()}),
         }
 
 

@@ -48,6 +48,13 @@ class Trace:
         self._sources.extend(sources)
         self._rejected.extend(self._told(draft[accepted:], sources[accepted:]))
 
+    def drop(self) -> None:
+        """Forget all steps, because the request goes on holding this until it ends."""
+        self.dropped = True
+        self._tokens, self._lengths, self._accepted = array("i"), array("i"), array("i")
+        self._rejected, self._rejections, self._sources = array("i"), array("i"), bytearray()
+        self._draft = ((), ())
+
     def cut(self, count: int) -> None:
         """Take back the last tokens, which the caller did not get. Those that were drafted count as rejected."""
         rejected_at, source_at = len(self._rejected), len(self._sources)
@@ -76,7 +83,8 @@ class Trace:
 
     def note_draft(self, tokens: Sequence[int], sources: Sequence[int]) -> None:
         """Note the draft that the next step may verify. sources: indices into SOURCES."""
-        self._draft = (tokens, sources)
+        if not self.dropped:
+            self._draft = (tokens, sources)
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the steps as JSON.
@@ -159,5 +167,5 @@ class Traces:
 
     def _drop(self, figures: HoldsTrace, trace: Trace) -> None:
         self.bytes -= trace.bytes
-        trace.dropped = True
+        trace.drop()
         figures.trace = None
