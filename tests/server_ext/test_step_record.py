@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -226,6 +227,26 @@ def test_a_pipe_whose_reader_is_slow_or_leaves_gets_whole_lines(tmp_path: Path) 
     assert isinstance(error, BlockingIOError) and 0 < written < len(given)
     assert got == b"".join(given[:written])
     assert _append(given[0], path)[0] == 0
+
+
+def test_a_full_pipe_is_waited_for_where_the_process_has_many_files_open(tmp_path: Path) -> None:
+    """`select.select` refuses the descriptor: that ended the thread that writes, and no erasure was done any more."""
+    path = tmp_path / "steps.jsonl"
+    os.mkfifo(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    files = [os.open(path, os.O_RDONLY | os.O_NONBLOCK)]
+    try:
+        while files[-1] < 1030:
+            files.append(os.dup(files[0]))
+        written, error = _append(b"x" * 4095 + b"\n", path)
+        assert (written, error) == (1, None)
+        written, error = _append((b"x" * 4095 + b"\n") * 100, path)
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert isinstance(error, BlockingIOError) and 0 < written < 100
 
 
 def test_lines_that_are_lost_are_counted(tmp_path: Path) -> None:

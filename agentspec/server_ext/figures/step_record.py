@@ -149,7 +149,9 @@ def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:
             try:
                 written += os.write(file, lines[written:end])
             except BlockingIOError:
-                if not select.select([], [file], [], _PIPE_SECONDS)[1]:
+                room = select.poll()  # `select.select` refuses descriptors from 1024 on, which a busy server has
+                room.register(file, select.POLLOUT)
+                if not room.poll(1e3 * _PIPE_SECONDS):
                     raise
     except OSError as error:
         failure = error
