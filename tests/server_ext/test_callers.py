@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import time
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -211,6 +213,21 @@ class TestApiKeysFile:
         path.unlink()
         now[0] += 1.1
         assert found.tenant_of("ada") == "again"
+
+    def test_a_file_that_may_be_read_at_last_is_read(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """New permissions leave its time and size as they are. Keys that it no longer named stayed in force."""
+        now = [1000.0]
+        monkeypatch.setattr("agentspec.server_ext.identity.callers.time.monotonic", lambda: now[0])
+        found = ApiKeysFile(path)
+        path.write_text(f"{digest('bob')} moved\n")
+        with monkeypatch.context() as denied:
+            denied.setattr(Path, "read_text", Mock(side_effect=PermissionError(13, "Permission denied")))
+            now[0] += 1.1
+            assert found.tenant_of("ada") == "acme"
+        time.sleep(0.05)  # a file's clock is coarse
+        path.chmod(0o640)
+        now[0] += 1.1
+        assert (found.tenant_of("ada"), found.tenant_of("bob")) == (None, "moved")
 
 
 class TestSecrets:

@@ -174,13 +174,13 @@ class ApiKeysFile:
         except ConfigurationError as error:
             logger.error("agentspec: %s; the keys that were read before stay in force", error)
 
-    def _state(self) -> tuple[int, int, int] | None:
-        """Return numbers that change when the file does; None where the file cannot be looked at."""
+    def _state(self) -> tuple[int, ...] | None:
+        """Return numbers that change when the file or its permissions do; None where it cannot be looked at."""
         try:
             found = self.path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
     def _read(self) -> dict[str, str]:
         """Return the tenant of each digest. Raises ConfigurationError."""
