@@ -113,6 +113,10 @@ def test_an_empty_header_says_nothing() -> None:
     for headers in ({"x-claude-code-session-id": ""}, CLAUDE | {"x-claude-code-agent-id": " "}):
         found = request(headers)
         assert found.parent_session is None and found.ignored_ids == 0
+    found = request({"x-session-id": "s", "x-parent-session-id": ""})
+    assert (found.session, found.parent_session, found.ignored_ids) == (key("s"), None, 0)
+    found = request(CLAUDE | {"x-claude-code-agent-id": "child", "x-claude-code-parent-agent-id": " "})
+    assert found.parent_session == request(CLAUDE).session
 
 
 def test_an_id_that_our_client_encoded_for_a_header_is_the_one_in_the_body() -> None:

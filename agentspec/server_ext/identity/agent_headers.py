@@ -72,6 +72,7 @@ def agent_session(presented: Presented | None) -> AgentSession | None:
     return None
 
 
-def _first(presented: Presented, names: tuple[str, ...], other_than: str = "") -> str | None:
+def _first(presented: Presented, names: tuple[str, ...], other_than: str | None = None) -> str | None:
+    """Return the first value of these headers that is neither empty nor ``other_than``; None if there is none."""
     values = (from_header(value) for name in names for value in presented.all(name)[:1])
-    return next((value for value in values if value != other_than), None)
+    return next((value for value in values if value and value != other_than), None)
