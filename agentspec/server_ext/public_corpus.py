@@ -29,6 +29,8 @@ Tokenize = Callable[[str], Sequence[int]]
 
 _LINES_AT_ONCE = 64 << 10
 """Characters of plain text, about, that are tokenized as one text: whole lines."""
+_END_OF_IDS = MAX_VOCAB - 1
+"""First token id that the cache refuses in a text (`as_prompt`), and with it the whole corpus."""
 _TOKEN_FIELDS = ("token_ids", "prompt_token_ids", "response_token_ids")
 _TEXT_FIELDS = ("text", "prompt", "response")
 
@@ -99,8 +101,7 @@ class PublicCorpus:
                 if self._skipped == 1:  # the counter shows the others
                     logger.warning("agentspec: public %s, %s: skipped: %s", self._path, where, error)
                 continue
-            if len(text):
-                yield text
+            yield text
 
 
 def read_texts(path: Path) -> Iterator[tuple[str, Callable[[Tokenize | None], Int32Array]]]:
@@ -162,7 +163,7 @@ def _tokens_of(value: Any, tokenize: Tokenize | None) -> Int32Array:
     tokens: list[int] = []
     for name in _TOKEN_FIELDS:
         if value.get(name) is not None:
-            tokens.extend(as_tokens(value[name], name, MAX_VOCAB).tolist())
+            tokens.extend(as_tokens(value[name], name, _END_OF_IDS).tolist())
     if not tokens:
         for name in _TEXT_FIELDS:
             text = value.get(name)
@@ -178,4 +179,4 @@ def _tokens_of(value: Any, tokenize: Tokenize | None) -> Int32Array:
                 raise InvalidInputError(f"{name}: {error}") from error
     if not tokens:
         raise InvalidInputError(f"none of {', '.join(_TOKEN_FIELDS + _TEXT_FIELDS)} is there")
-    return as_tokens(tokens, "tokens", MAX_VOCAB)
+    return as_tokens(tokens, "tokens", _END_OF_IDS)

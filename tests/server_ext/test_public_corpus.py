@@ -89,6 +89,7 @@ def test_a_long_plain_text_is_several_texts(tmp_path: Path) -> None:
         ("{", "JSON object"),
         ("[1, 2]", "JSON object"),
         ('{"token_ids": [1, -5]}', "token_ids"),
+        ('{"token_ids": [1, 2147483647]}', "token_ids"),
         ('{"token_ids": "many"}', "token_ids"),
         ('{"text": 5}', "text: give a string"),
         ('{"other": 5}', "none of token_ids"),
