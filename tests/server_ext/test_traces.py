@@ -90,6 +90,36 @@ def test_a_trace_ends_where_its_callers_response_does(length: int, monkeypatch: 
     assert any(len(step["tokens"]) > 5 for step in before), "it must have drafted"
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("count", range(11))
+def test_what_is_taken_back_of_drafts_was_rejected(count: int, shared: bool) -> None:
+    """Each step's drafted tokens keep their places and sources. Only those of a shared corpus are not told."""
+    traces, figures = Traces(max_bytes=10_000), RequestFigures()
+    trace = traces.begin(figures, None, shared)
+    empty = trace.bytes
+    steps = [  # tokens, draft, its sources, how many were accepted by the engine
+        ([10, 11, 12], [10, 11, 90, 91], [GLOBAL, REQUEST, GLOBAL, REQUEST], 2),
+        ([13], [92], [REQUEST], 0),
+        ([14, 15, 16, 17], [14, 15, 16, 93], [GLOBAL, GLOBAL, REQUEST, REQUEST], 3),
+        ([18, 19], [18, 19, 20, 21], [GLOBAL] * 3 + [REQUEST], 4),  # the response ended inside of the draft
+    ]
+    for tokens, draft, sources, accepted in steps:
+        trace.note_draft(draft, sources)
+        traces.add(trace, tokens, len(draft), accepted)
+    traces.cut(trace, count)
+    kept, rejections = 10 - count, 0
+    for (tokens, draft, sources, accepted), step in zip(steps, trace.as_list(), strict=True):
+        left = min(len(tokens), kept)
+        right = min(accepted, left)
+        kept -= left
+        rejections += len(draft) - right
+        told = [-1 if shared and source == GLOBAL else token for token, source in zip(draft, sources, strict=True)]
+        names = [SOURCES[source] for source in sources]
+        assert (step["tokens"], step["sources"]) == (tokens[:left], names[:right])
+        assert (step["rejected"], step["rejected_sources"]) == (told[right:], names[right:])
+    assert trace.bytes - empty == 16 * 4 + 5 * (10 - count + rejections)
+
+
 def test_an_erased_session_leaves_no_trace() -> None:
     engine = Engine()
     engine.run("a", [1, 2, 3], TEXT, session="s", detailed=True)
