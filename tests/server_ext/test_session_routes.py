@@ -335,7 +335,7 @@ def test_no_engine_waits_for_a_store_that_is_away(start: Start, monkeypatch: pyt
     assert_fast(measure, seconds=0.2)
 
 
-@pytest.mark.parametrize("bad", ["%0A", "x" * 257, "%00"])
+@pytest.mark.parametrize("bad", ["%0A", "one%0A", "o%0Ane", "x" * 257, "%00"])
 def test_an_id_that_no_session_can_have_is_refused(start: Start, bad: str) -> None:
     for method in ("GET", "PUT", "DELETE"):
         answer = start(ADA, engines=1).call(ADA, method, bad, content=b"{}")

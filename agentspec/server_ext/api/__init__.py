@@ -2,6 +2,7 @@
 
 ``endpoints``         plugs the routes into vLLM's server; the engines' figures under ``/v1/agentspec``
 ``session_routes``    a caller's sessions, listed, exported, imported and erased
+``path_ids``          ids at the end of a path
 ``imports``           the bodies of imports, and the threads that read them
 ``session_texts``     texts and messages that a client gives for a session, as turns
 ``request_bodies``    reads in a request's body what it drafts from beside its prompt:

@@ -19,6 +19,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from agentspec import __version__
 from agentspec.addresses import is_loopback
+from agentspec.server_ext.api.path_ids import any_id
 from agentspec.server_ext.api.prometheus import MetricsMiddleware
 from agentspec.server_ext.api.request_bodies import BodyMiddleware
 from agentspec.server_ext.api.response_figures import FiguresMiddleware, figures_of
@@ -100,7 +101,7 @@ async def stats(request: Request) -> dict[str, Any]:
     return {"engines": await ask_or_refuse(drafting_engine(request), "stats")}
 
 
-@router.get("/requests/{request_id:path}")
+@router.get("/requests/" + any_id("request_id"))
 async def request_figures(request: Request, request_id: str) -> dict[str, Any]:
     """Return the figures of one request, or 404 if it is another principal's, unknown or forgotten."""
     with refused_if_busy():

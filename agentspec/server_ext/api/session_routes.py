@@ -31,6 +31,7 @@ from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.identifiers import from_header
 from agentspec.server_ext.api.imports import Imports
+from agentspec.server_ext.api.path_ids import any_id
 from agentspec.server_ext.api.session_texts import FormatVersion, SessionTexts, turns_of
 from agentspec.server_ext.identity import SESSION_KEY, Identity
 from agentspec.server_ext.identity.callers import NOBODY, Presented, shows_admin_key
@@ -116,7 +117,7 @@ async def list_sessions(request: Request, limit: Annotated[int, Query(ge=0)] = 1
     return {"sessions": shown}
 
 
-@router.get("/{session_id:path}")
+@router.get("/" + any_id("session_id"))
 async def export_session(request: Request, session_id: str) -> JSONResponse:
     """Return a session's turns, or 404 if the caller has no such session."""
     engine = drafting_engine(request)
@@ -129,7 +130,7 @@ async def export_session(request: Request, session_id: str) -> JSONResponse:
     return JSONResponse(session)
 
 
-@router.put("/{session_id:path}")
+@router.put("/" + any_id("session_id"))
 async def import_session(request: Request, session_id: str, only_new: bool = False) -> dict[str, Any]:
     """Add an exported session's turns, or texts, to a session of the caller. only_new: unless it exists."""
     engine = drafting_engine(request)
@@ -143,7 +144,7 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
     return {"id": session_id, "turns": len(payloads), "added": max(added)}
 
 
-@router.delete("/{session_id:path}")
+@router.delete("/" + any_id("session_id"))
 async def erase_session(request: Request, session_id: str) -> JSONResponse:
     """Erase a session of the caller. A session that does not exist is erased already."""
     engine = drafting_engine(request)
