@@ -12,6 +12,7 @@ from agentspec.client.request import TIMEOUT_S, salt_headers
 from agentspec.errors import InvalidInputError
 
 _BODY_BYTES = 4 << 20  # most bytes of texts in one request; servers take 8 MiB
+_BODY_TEXTS = 1 << 15  # most texts in one request that servers take
 
 
 class Priming(NamedTuple):
@@ -32,7 +33,7 @@ def prime_texts(texts: Sequence[str | Path], cache_salt: str | None) -> Iterator
     size = 0
     for text in map(_read, texts):
         length = len(text.encode())
-        if part and size + length > _BODY_BYTES:
+        if part and (size + length > _BODY_BYTES or len(part) == _BODY_TEXTS):
             yield _request({"texts": part}, cache_salt)
             part, size = [], 0
         part.append(text)

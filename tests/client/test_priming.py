@@ -45,6 +45,10 @@ def test_many_texts_come_in_several_requests(server: FakeServer, monkeypatch: py
     with connect(server) as client:
         assert client.session("s").prime(texts) == 7
     assert [len(request.body["texts"]) for request in primings(server)] == [2, 2, 2, 1]
+    monkeypatch.setattr("agentspec.client.priming._BODY_TEXTS", 3)
+    with connect(server) as client:
+        assert client.session("short").prime([str(i) for i in range(7)]) == 7
+    assert [len(request.body["texts"]) for request in primings(server)[4:]] == [3, 3, 1]
 
 
 def test_errors_say_what_is_wrong(server: FakeServer, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from fastapi import HTTPException
 
 from agentspec.cache.store import NewEntry, open_store
+from agentspec.client import priming
 from agentspec.server_ext.api import imports, session_routes
 from tests.server_ext.fuzz import fuzz
 from tests.store.helpers import wait_until
@@ -307,6 +308,22 @@ class TestTexts:
     def test_wrong_ones_are_refused_by_field(self, server: Server, body: Any, field: str) -> None:
         answer = self.put(server, "one", body)
         assert answer.status_code == 400 and answer.json()["detail"].startswith(field), answer.text
+
+
+@pytest.mark.parametrize("field", ["turns", "texts"])
+def test_of_many_short_turns_or_texts_no_more_are_read_than_fit_into_memory(field: str) -> None:
+    """Each takes 1.5 KB while it is read, and a body has room for two million texts of a letter."""
+
+    def parse(count: int) -> None:
+        session_routes._parse(json.dumps({"version": 1, field: ["a"] * count}).encode())
+
+    with pytest.raises(HTTPException) as refused:
+        parse(imports.MAX_TURNS + 1)
+    assert (refused.value.status_code, refused.value.detail[:5]) == (400, field)
+    assert "at most 32768 are taken at once" in refused.value.detail
+    if field == "texts":
+        parse(imports.MAX_TURNS)
+        assert priming._BODY_TEXTS <= imports.MAX_TURNS, "or the SDK's requests are refused"
 
 
 def with_turn(body: Any, **changes: Any) -> Any:

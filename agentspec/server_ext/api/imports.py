@@ -20,6 +20,8 @@ T = TypeVar("T")
 _THREADS = 4
 _MAX_BODY = 8 * 1024 * 1024
 """Longest body, in bytes: about a million tokens. Made to take memory, parsed JSON takes 25 times as much."""
+MAX_TURNS = 1 << 15
+"""Most turns or texts in a body. Each takes 1.5 KB while it is read, and time in the store's thread, however short."""
 _BODIES_OF_ONE, _BODIES_OF_ALL = 4, 16
 """How many of the longest bodies may wait at once, of one caller and of all."""
 

@@ -30,7 +30,7 @@ from agentspec.addresses import names_loopback
 from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.identifiers import from_header
-from agentspec.server_ext.api.imports import Imports
+from agentspec.server_ext.api.imports import MAX_TURNS, Imports
 from agentspec.server_ext.api.path_ids import any_id
 from agentspec.server_ext.api.session_texts import FormatVersion, SessionTexts, turns_of
 from agentspec.server_ext.identity import SESSION_KEY, Identity
@@ -250,6 +250,7 @@ def _parse(body: bytes | bytearray) -> ExportedSession | SessionTexts:
     try:
         # pydantic's own parser would copy a turn for each of its errors
         given = json.loads(body)
+        _check_count(given)
         texts = isinstance(given, dict) and "turns" not in given and not given.keys().isdisjoint(("messages", "texts"))
         return (SessionTexts if texts else ExportedSession).model_validate(given)
     except (ValueError, RecursionError) as error:
@@ -257,6 +258,15 @@ def _parse(body: bytes | bytearray) -> ExportedSession | SessionTexts:
             raise _refused("body: not JSON; give what `agentspec sessions export` wrote") from None
         first = error.errors(include_url=False, include_input=False)[0]
         raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
+
+
+def _check_count(given: Any) -> None:
+    """Raise 400 for more turns or texts than an import may have."""
+    for field in ("turns", "texts"):
+        items = given.get(field) if isinstance(given, dict) else None
+        if isinstance(items, list) and len(items) > MAX_TURNS:
+            how = "send the others in further calls, which add to the session"
+            raise _refused(f"{field}: at most {MAX_TURNS} are taken at once, not {len(items)}; {how}")
 
 
 def _tokenised(given: ExportedSession | SessionTexts, engine: Any, session_id: str, log: str) -> ExportedSession:
