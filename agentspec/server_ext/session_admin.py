@@ -130,7 +130,7 @@ class SessionAdmin:
         """Begin a job. Return its futures, as _Job holds them."""
         if what == "erase":
             return self._erase(owner, *args)
-        if what == "list":
+        if what in ("list", "read"):
             args = (*args, begun)
         if what == "tenants":
             args = (*args, {state.identity.tenant for state in self._of(args[0])})
@@ -209,11 +209,17 @@ class SessionAdmin:
                     break
         return found[:count]
 
-    def _read(self, store: Store, session: str, tenant: str | None, anybody: bool) -> list[bytes]:
-        logs = self._logs(store, tenant, anybody, session)
+    def _read(self, store: Store, session: str, tenant: str | None, anybody: bool, begun: _Job) -> list[bytes]:
+        """Return a session's records, as `begin` says. Like a list, it ends where the asker is gone."""
         reader = RecordReader()
-        read = (reader.read(store, log, session=session) for log in logs)
-        return [entry.payload for entries in read for entry, record in entries if record is not None]
+        found: list[bytes] = []
+        begun.check_asker()
+        for log in self._logs(store, tenant, anybody, session):
+            for entry, record in reader.read(store, log, session=session):
+                begun.check_asker()
+                if record is not None:
+                    found.append(entry.payload)
+        return found
 
     def _write(self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool) -> int:
         """Append to the store what a session lacks, as `begin` says."""

@@ -1,13 +1,13 @@
 """Sessions over HTTP, on real engines and stores behind vLLM's key check: who sees, and may do, what."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from agentspec.addresses import is_loopback
-from agentspec.cache.store import Store, StoreJobs
+from agentspec.cache.store import RecordReader, Store, StoreJobs
 from agentspec.identifiers import to_header
 from agentspec.server_ext import session_admin
 from agentspec.server_ext.api import session_routes
@@ -280,6 +280,29 @@ def test_a_list_that_nobody_waits_for_reads_no_more_sessions(start: Start, monke
     monkeypatch.setattr(session_admin, "_turns", turns)
     for name in ("first", "second"):  # the second one begins when its asker is gone
         assert admin.begin(name, bob.principal, "list", bob.tenant, bob.principal, False, 10) == {}
+        server.wait(lambda: server.engines[0]._persistence.stats()["jobs"] == 0)
+    assert len(read) == 2
+
+
+def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a session of 350,000 turns it went on for most of a minute, and everybody's lists and erasures waited."""
+    server = start(ADA, engines=1)
+    ada = server.identity(ADA, "one")
+    for _ in range(4):
+        server.say(ada)
+    admin, read = server.engines[0]._sessions, list[Any]()
+
+    class Reader(RecordReader):
+        def read(self, *args: Any, **options: Any) -> Iterator[Any]:
+            for entry in super().read(*args, **options):
+                read.append(entry)
+                if len(read) == 2:
+                    monkeypatch.setattr(session_admin, "_ABANDONED_SECONDS", -1.0)
+                yield entry
+
+    monkeypatch.setattr(session_admin, "RecordReader", Reader)
+    for name in ("first", "second"):  # the second one begins when its asker is gone
+        assert admin.begin(name, ada.principal, "read", ada.session, ada.tenant, False) == {}
         server.wait(lambda: server.engines[0]._persistence.stats()["jobs"] == 0)
     assert len(read) == 2
 
