@@ -70,7 +70,7 @@ def _drive(steps: Steps[T]) -> T:
 
 def _perform(step: Any) -> Any:
     if isinstance(step, Apply):
-        result = step.function(*step.arguments, **step.options)
+        result = _called(step)
         if inspect.isawaitable(result):
             if inspect.iscoroutine(result):
                 result.close()  # or Python warns that it was never awaited
@@ -86,6 +86,14 @@ def _perform(step: Any) -> Any:
     finally:  # after an error or an interrupt the calls that run end by themselves, and change nothing here
         pool.shutdown(wait=False, cancel_futures=True)
     return None
+
+
+def _called(step: Apply) -> Any:
+    """Return what the function returns. Raises RuntimeError in place of StopIteration, which asyncio cannot hand on."""
+    try:
+        return step.function(*step.arguments, **step.options)
+    except StopIteration as error:  # of a tool's next(), say
+        raise RuntimeError(f"StopIteration: {error}") from error
 
 
 def _as_error(raised: Exception | SystemExit) -> Exception:
@@ -129,7 +137,7 @@ async def _perform_async(step: Any) -> Any:
             if inspect.iscoroutinefunction(step.function):
                 result = step.function(*step.arguments, **step.options)
             else:
-                result = await asyncio.to_thread(step.function, *step.arguments, **step.options)
+                result = await asyncio.to_thread(_called, step)
             return await result if inspect.isawaitable(result) else result
     check_count("at_once", step.at_once)
     free = asyncio.Semaphore(step.at_once)

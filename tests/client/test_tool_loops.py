@@ -19,6 +19,10 @@ def fail() -> None:
     raise ValueError("out of paper")
 
 
+def find_first() -> str:
+    return next(name for name in ("a.txt", "b.txt") if name == "c.txt")
+
+
 def list_files() -> str:
     """List files, one of which has a name that is not UTF-8."""
     return b"caf\xe9.txt".decode(errors="surrogateescape")
@@ -52,15 +56,16 @@ class TestTools:
         ("call", "said"),
         [
             (("fail", "{}"), "out of paper"),
+            (("find_first", "{}"), "StopIteration"),
             (("add", '{"a": "two"}'), "valid integer"),
             (("add", '{"a": 2, "c": 2}'), "Extra inputs"),
             (("add", '{"a": 2'), "Invalid JSON"),
-            (("subtract", "{}"), "no tool 'subtract'; there are: add, fail"),
+            (("subtract", "{}"), "no tool 'subtract'; there are: add, fail, find_first"),
         ],
     )
     def test_tells_the_model_what_went_wrong(self, run: Any, server: FakeServer, call: Any, said: str) -> None:
         server.answers = [calls(call), {"content": "sorry"}]
-        result, messages = run("run_tools", "add", [add, fail])
+        result, messages = run("run_tools", "add", [add, fail, find_first])
         assert result.stopped == "done"
         assert result.attempts[0].tools[0].error is not None
         assert messages[2]["content"].startswith("error: ") and said in messages[2]["content"]
