@@ -9,6 +9,7 @@ the session that has most waiting loses its oldest turn. Readers see a gap there
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 import threading
 import time
@@ -58,11 +59,15 @@ def read_session(store: Store, session: str) -> Stored:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """Hold messages to append, or none to check only whether another client wrote to the session."""
+    """Hold messages to append, or none to check only whether another client wrote to the session.
+
+    tried: whether the store may have it, because only the answer to an append of it may have been lost.
+    """
 
     view: ClientView
     records: list[MessageRecord | CutRecord]
     size: int = 0
+    tried: bool = False
 
     def __post_init__(self) -> None:
         self.size = sum(record.size for record in self.records)
@@ -199,8 +204,10 @@ class Outbox:
         """Drop turns beyond the limit, and a little more, so that the queue is searched seldom."""
         if self._bytes <= self._max_bytes:
             return
-        largest = max(reversed(self._queue), key=lambda write: write.size)  # of equals the newest
-        limit = self._max_bytes + largest.size
+        kept = {write for write in itertools.islice(self._queue, 1) if write.tried}  # it must be sent again as it was
+        rest = [write for write in reversed(self._queue) if write not in kept]
+        kept.add(max(rest, key=lambda write: write.size))  # of equals the newest
+        limit = self._max_bytes + sum(write.size for write in kept)
         if self._bytes <= limit:
             return
         if not self._dropped:
@@ -209,13 +216,13 @@ class Outbox:
                 " their sessions will show gaps",
                 self._max_bytes,
             )
-        self._drop_messages(largest, limit - self._max_bytes // 16)
+        self._drop_messages(kept, limit - self._max_bytes // 16)
         while self._bytes > limit:  # nothing but records of what is missing
-            write = next(write for write in self._queue if write is not largest)
+            write = next(write for write in self._queue if write not in kept)
             self._queue.remove(write)
             self._bytes -= write.size
 
-    def _drop_messages(self, kept: _Write, goal: int) -> None:
+    def _drop_messages(self, kept: set[_Write], goal: int) -> None:
         """Take the messages out of writes other than ``kept`` until ``goal`` bytes wait.
 
         The oldest write of the session that has most waiting goes first. A record that messages are missing is left.
@@ -223,7 +230,7 @@ class Outbox:
         last = {write.view: write for write in self._queue if write.records}
         waiting: dict[str, deque[_Write]] = defaultdict(deque)
         for write in self._queue:
-            if write is not kept and write.messages:
+            if write not in kept and write.messages:
                 waiting[write.view.session].append(write)
         heap = [(-sum(write.size for write in writes), session) for session, writes in waiting.items()]
         heapq.heapify(heap)
@@ -313,6 +320,7 @@ class Outbox:
         refused = isinstance(error, StoreError) and not isinstance(error, StoreUnavailableError)
         with self._changed:
             self._current = None
+            write.tried = error is not None and not refused
             if error is not None and write.records:
                 self._put_back(write, behind_others=refused)
             if write.view.conflict:

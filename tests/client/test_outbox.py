@@ -11,7 +11,7 @@ from agentspec import AgentClient, Gap
 from agentspec.cache.store import MemoryStore, NewEntry
 from agentspec.client.outbox import Outbox, read_session
 from agentspec.client.session_log import ClientView, Said
-from agentspec.errors import StoreError
+from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import wait_until
 
 from .fake_server import FakeServer
@@ -55,6 +55,34 @@ def test_what_is_dropped_is_the_oldest_of_who_has_most_and_the_gap_shows_at_the_
         "next": (2, 2),
         "last": (2, 2),
     }
+
+
+def test_a_turn_whose_answer_was_lost_is_sent_again_as_it_was() -> None:
+    """Dropped in part, it would be taken for another client's, which would cost the session all that waits."""
+
+    class Deaf(FailingStore):
+        def append(self, *arguments: Any, **options: Any) -> Any:
+            written = super().append(*arguments, **options)
+            if self.lost:
+                self.lost, self.failing = False, {"append"}
+                raise StoreUnavailableError("the answer was lost")
+            return written
+
+        lost = False
+
+    store, view = Deaf(), ClientView("s")
+    outbox = Outbox(lambda: store, max_bytes=4_000)
+    outbox.put(view, [Said(0, {"role": "user", "content": "first"})])
+    assert outbox.settle("s", 60.0)
+    store.lost = True
+    outbox.put(view, [Said(1, {"role": "user", "content": "A" * 1_000})])
+    wait_until(lambda: outbox._failures > 0)
+    for position in range(2, 9):
+        outbox.put(view, [Said(position, {"role": "user", "content": "A" * 1_500})])
+    store.failing = set()
+    outbox.close(60.0)
+    assert not view.conflict
+    assert [said.position for said in read_session(store, "s").history] == [0, 1, 6, 7, 8]
 
 
 def test_a_session_that_the_store_refuses_costs_no_other_one_its_turns(caplog: pytest.LogCaptureFixture) -> None:
