@@ -182,8 +182,8 @@ class Conversation:
         """Copy the history, or its first turns, to another, loaded conversation, and become its parent.
 
         turns: number of first turns to copy; a negative number leaves out as many of the last; None: all. Blocks while
-        a long history is stored. Raises InvalidSessionError if the other is not empty, and InvalidInputError if there
-        are fewer turns.
+        a long history is stored. Raises InvalidSessionError if the other is not empty, SessionBusyError if it is in a
+        call, and InvalidInputError if there are fewer turns.
         """
         with self._guard:
             history, next_position = copy.deepcopy(self._history), self._next_position
@@ -191,6 +191,8 @@ class Conversation:
             history = _first_turns(history, turns)
             next_position = history[-1].position + 1 if history else 0
         with other._guard:
+            if other is not self:
+                other._refuse_if_busy()  # its call would add an answer that knows nothing of these messages
             if other._history or other is self:
                 raise InvalidSessionError(f"new_id: session {other.id!r} has messages already; take another id")
             other._history, other._next_position = history, next_position

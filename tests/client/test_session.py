@@ -103,7 +103,14 @@ def test_one_call_at_a_time(server: FakeServer) -> None:
         first.start()
         while not server.chats:
             first.join(0.01)
-        for forbidden in (lambda: session.chat("two"), lambda: session.tool_result("id", ""), session.clear):
+        other = client.session("other")
+        other.add({"role": "user", "content": "zero"})
+        for forbidden in (
+            lambda: session.chat("two"),
+            lambda: session.tool_result("id", ""),
+            lambda: other.fork("s"),
+            session.clear,
+        ):
             with pytest.raises(SessionBusyError, match="fork"):
                 forbidden()
         server.hold.set()
