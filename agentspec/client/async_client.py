@@ -322,7 +322,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
 
     def _forget(self) -> None:
         self._conversation.forget()
-        self._client._forecaster.forget(self.id)
+        self._client._forecaster.forget([self.id, *self._conversation.helpers])
 
     async def _check(self) -> None:
         await self._wait(self._conversation.check)

@@ -180,16 +180,18 @@ class Forecaster:
                 measured_calls=figures.measured_calls,
             )
 
-    def forget(self, session: str) -> None:
-        """Erase what is held of a session. Waits for a forecast that is being made."""
+    def forget(self, sessions: Iterable[str]) -> None:
+        """Erase what is held of sessions. Waits for a forecast that is being made."""
+        gone = set(sessions)
         with self._replaying:
             with self._noting:
-                self._pending = deque(call for call in self._pending if call.session != session)
+                self._pending = deque(call for call in self._pending if call.session not in gone)
                 self._pending_bytes = sum(call.size for call in self._pending)
-            self._sessions.pop(session, None)
             self._texts.clear()
-            if self._cache is not None:
-                self._cache.remove_session(None, session)
+            for session in gone:
+                self._sessions.pop(session, None)
+                if self._cache is not None:
+                    self._cache.remove_session(None, session)
 
     def _replay_pending(self) -> None:
         """Replay the calls that wait, oldest first. An error, such as the tokenizer's, costs that call alone."""

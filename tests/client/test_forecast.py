@@ -239,6 +239,19 @@ def test_tokens_are_approximated_like_a_tokenizer_would() -> None:
     assert approximate_tokens("") == [] and approximate_tokens("日本語 ñandú") != []
 
 
+def test_clear_erases_what_loops_said_in_other_sessions(plain_server: FakeServer) -> None:
+    plain_server.answers = [{"content": SLOW} for _ in range(6)]
+    with connect(plain_server) as client:
+        client.session("other").chat("Write something else.")
+        for forecast_before in (False, True):
+            client.session("s").best_of("Write it.", 2, lambda reply: 1.0)
+            if forecast_before:
+                client.session("s").forecast()
+            client.session("s").clear()
+            assert {call.session for call in client._forecaster._pending} <= {"other"}
+            assert client._forecaster._sessions.keys() <= {"other", "s"}
+
+
 async def test_the_asynchronous_twin(plain_server: FakeServer) -> None:
     async with AsyncAgentClient(base_url=plain_server.url, model="small", store=None) as client:
         session = client.session("s")
