@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib.pyplot")  # it may run fc-list the first time, which the test must not replace
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "rl" / "history.py"
 LINE = {"rollout_seconds": 2.0, "tokens": 60, "drafted": 40, "accepted": 20}
