@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -140,7 +141,12 @@ def test_an_open_breaker_leaves_the_store_alone(store: FlakyStore) -> None:
     writer.close(0)
 
 
-def test_a_batch_that_failed_is_sent_again_as_it_was(store: FlakyStore) -> None:
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [(3, {"batch_entries": 3, "batch_seconds": 600}), (1, {"batch_entries": 64, "batch_seconds": 0.0})],
+    ids=["full", "with room for more"],
+)
+def test_a_batch_that_failed_is_sent_again_as_it_was(store: FlakyStore, count: int, options: dict[str, Any]) -> None:
     """Else a store could not tell that it has it already."""
     sent: list[list[NewEntry]] = []
     original = store.append
@@ -153,12 +159,13 @@ def test_a_batch_that_failed_is_sent_again_as_it_was(store: FlakyStore) -> None:
         original(namespace, entries)
 
     store.append = failing_twice  # type: ignore[method-assign,assignment]
-    writer = BackgroundWriter(store, batch_entries=3, batch_seconds=600, breaker=quick())  # the three go together
-    for number in range(3):
+    writer = BackgroundWriter(store, breaker=quick(), **options)
+    for number in range(count):
         writer.put(NS, turn("s", number))
     wait_until(lambda: len(sent) >= 4)
-    assert sent[0] == sent[1] == sent[2] and len(sent[0]) == 3
-    assert stored(store)[:3] == [0, 1, 2]
+    assert sent[0] == sent[1] == sent[2] and len(sent[0]) == count
+    assert len(sent[3]) == 3, "what was put meanwhile goes together again"
+    assert stored(store)[:count] == list(range(count))
     writer.close()
 
 
