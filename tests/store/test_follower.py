@@ -5,10 +5,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from agentspec.cache.store import CircuitBreaker, Follower, TurnRecord, encode
+from agentspec.cache.store import CircuitBreaker, Follower, Retention, TurnRecord, encode
 from agentspec.cache.store.base import NewEntry, entry_name
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, entry_of, number_of, turn, wait_until
@@ -94,6 +95,20 @@ def process() -> Iterator[Process]:
     yield process
     process.store.gate.set()
     process.follower.close()
+
+
+def test_what_was_read_may_go_by_retention(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what goes unread may have held an erasure, for which all of the tenant's text is forgotten."""
+    monkeypatch.setattr(LIFE_SECONDS, 0.05)  # all logs are looked at so often
+    history = Mock(wraps=process.store.history)
+    monkeypatch.setattr(process.store, "history", history)
+    process.begin(NS, "t")
+    process.store.append(NS, [entry_of(turn("s", number)) for number in range(3)])
+    process.wait(delivered=3)
+    process.store.trim(Retention(records=1))
+    looks = history.call_count
+    wait_until(lambda: history.call_count >= looks + 2)
+    assert process.forgotten == []
 
 
 @pytest.mark.parametrize(("seconds", "least", "most"), [(0.0, 10, 10), (0.4, 1, 3)])
