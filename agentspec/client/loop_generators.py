@@ -280,8 +280,11 @@ def _message(name: str, found: Any, otherwise: str = "") -> Any:
 
 
 def _score(found: Any) -> float | None:
-    """Return a reward as a number; None if it is None. Raises ValueError or TypeError for any other value."""
-    score = None if found is None else float(found)
+    """Return a reward as a number; None if it is None. Raises InvalidInputError for any other value."""
+    try:
+        score = None if found is None else float(found)
+    except (TypeError, ValueError):
+        raise InvalidInputError(f"reward: a number, or None for no reward, is needed, not {shown(found)}") from None
     if score is not None and math.isnan(score):
         raise InvalidInputError("reward: nan is neither higher nor lower than another reward; return a number")
     return score

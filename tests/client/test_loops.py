@@ -211,7 +211,7 @@ class TestBestOf:
         result, messages = run("best_of", "count", 3, lambda reply: 1.0, budget=Budget(requests=2))
         assert result.stopped == "requests" and len(result.attempts) == 2 and len(messages) == 2
 
-    @pytest.mark.parametrize("reward", [math.nan, "much"])
+    @pytest.mark.parametrize("reward", [math.nan, "much", [1.0]])
     def test_a_reward_that_cannot_be_compared_is_an_error(self, run: Any, reward: Any) -> None:
         def judged(reply: Reply) -> Any:
             return reward if reply.text == "answer 1" else float(reply.text[-1])
@@ -219,7 +219,8 @@ class TestBestOf:
         result, messages = run("best_of", "count", 3, judged, at_once=1)
         assert (result.stopped, result.text, len(messages)) == ("done", "answer 3", 2)
         first, *others = result.attempts
-        assert first.score is None and isinstance(first.error, ValueError)
+        assert first.score is None and isinstance(first.error, InvalidInputError)
+        assert str(first.error).startswith("reward: ")
         assert [attempt.score for attempt in others] == [2.0, 3.0]
 
     def test_at_most_at_once_calls_run_together(self, run: Any, server: FakeServer) -> None:
