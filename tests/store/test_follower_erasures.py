@@ -1,6 +1,7 @@
 """What the follower does with tombstones, of others and of its own process, and with the records around them."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +12,7 @@ from agentspec.cache.store import Entry, Erasure, MemoryStore
 from agentspec.errors import StoreUnavailableError
 from tests.store.helpers import NS, entry_of, turn, wait_until
 
-from .test_follower import Process, process
+from .test_follower import LIFE_SECONDS, Process, process
 
 __all__ = ["process"]
 
@@ -42,6 +43,34 @@ def while_erasing(process: Process, monkeypatch: pytest.MonkeyPatch, act: Callab
     with monkeypatch.context() as patch:
         patch.setattr(process.store, "erase_session", erase_session)
         process.follower.own.erase_session(NS, "s")
+
+
+def test_two_erasures_of_a_session_at_once_are_both_this_process_s(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a client asks again because the first answer took long."""
+    monkeypatch.setattr(LIFE_SECONDS, 120.0)  # the follower waits for the erasure's end on a busy machine, too
+    process.begin(NS, "t")
+    process.store.append(NS, [entry_of(turn("s", 1))])
+    process.wait(delivered=1)
+    erase, begun = process.store.erase_session, list[str]()
+
+    def erase_session(log: str, session: str) -> Erasure:
+        begun.append(session)
+        erasure = erase(log, session)
+        if len(begun) == 1:  # the second one ends before the first
+            time.sleep(0.3)  # the follower reads the tombstone, and waits for the erasure's end
+            process.store.append(NS, [entry_of(turn("s", 2))])
+            process.follower.own.erase_session(log, session)
+            time.sleep(0.3)
+        return erasure
+
+    monkeypatch.setattr(process.store, "erase_session", erase_session)
+    process.follower.own.erase_session(NS, "s")
+    process.store.append(NS, [entry_of(turn("other", 3))])
+    wait_until(lambda: 3 in process.numbers())
+    assert process.erased == [] and process.follower.stats().erased == 0
+    wait_until(lambda: not process.follower.own.may_be_older(NS, "s"))
 
 
 def test_a_session_whose_erasure_failed_is_delivered_again(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:

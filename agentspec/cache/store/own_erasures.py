@@ -1,7 +1,7 @@
 """Erase sessions from logs that this process follows, so that it does not take the tombstones for those of others."""
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from agentspec.cache.store.base import Erasure, Store, entry_name
@@ -23,6 +23,7 @@ class OwnErasures:
         self._follows = follows
         self._tombstones: OrderedDict[str, None] = OrderedDict()  # names of their entries
         self._sessions: dict[tuple[str, str], bool] = {}  # by log; true: erased from the store
+        self._running: Counter[tuple[str, str]] = Counter()  # erasures; a session may have several at once
         self._closed = False
         self._changed = threading.Condition(threading.Lock())  # never held during a call to the store
 
@@ -30,16 +31,19 @@ class OwnErasures:
         """Erase a session from a log. Raises as the store's ``erase_session`` does."""
         with self._changed:
             self._sessions[log, session] = False
+            self._running[log, session] += 1
         try:
             erasure = self._store.erase_session(log, session)
             if erasure.tombstone is not None:
                 self._note(erasure.tombstone)
         finally:
             with self._changed:
-                if not self._follows(log):
-                    self._sessions.pop((log, session), None)
-                elif (log, session) in self._sessions:
-                    self._sessions[log, session] = True
+                self._running -= Counter([(log, session)])
+                if (log, session) not in self._running:
+                    if not self._follows(log):
+                        self._sessions.pop((log, session), None)
+                    elif (log, session) in self._sessions:
+                        self._sessions[log, session] = True
                 self._changed.notify_all()
         return erasure
 
@@ -52,14 +56,18 @@ class OwnErasures:
 
         It may be read before ``erase_session`` knows it, so this waits for that, at most so many seconds.
         """
+        name = entry_name(tombstone)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._sessions.get((log, session)) is not False, seconds)
-            return entry_name(tombstone) in self._tombstones
+            self._changed.wait_for(
+                lambda: self._closed or name in self._tombstones or (log, session) not in self._running, seconds
+            )
+            return name in self._tombstones
 
     def note_tombstone_read(self, log: str, session: str) -> None:
         """Note that a session's records that are read from now on came after its erasure."""
         with self._changed:
-            self._sessions.pop((log, session), None)
+            if (log, session) not in self._running:  # or they may be older than the erasure that runs
+                self._sessions.pop((log, session), None)
 
     def note_read_begun(self, log: str) -> None:
         """Note that a log is read from now on: no entry holds what was erased from it before."""
