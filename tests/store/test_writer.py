@@ -127,6 +127,25 @@ def test_an_outage_is_logged_once_and_so_is_its_end_and_nothing_is_lost(
     assert "is back" in lines[1]
 
 
+def test_a_failed_append_waits_before_it_is_tried_again(store: FlakyStore) -> None:
+    """Else a moment's trouble would count as an outage, after five attempts within a millisecond."""
+    at: list[float] = []
+    original = store.append
+
+    def failing_twice(namespace: str, entries: list[NewEntry]) -> None:
+        at.append(time.monotonic())
+        if len(at) <= 2:
+            raise StoreUnavailableError("timeout")
+        original(namespace, entries)
+
+    store.append = failing_twice  # type: ignore[method-assign,assignment]
+    writer = BackgroundWriter(store, breaker=CircuitBreaker(retry_delay=0.1))
+    writer.put(NS, turn("s", 1))
+    assert writer.flush(60)
+    assert at[1] - at[0] >= 0.1 and at[2] - at[1] >= 0.2
+    writer.close()
+
+
 def test_an_open_breaker_leaves_the_store_alone(store: FlakyStore) -> None:
     store.error = StoreUnavailableError("away")
     breaker = CircuitBreaker(first_pause=60, retry_delay=0.001)
