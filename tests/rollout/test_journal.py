@@ -132,9 +132,9 @@ def test_samples_are_replaced_where_they_stand(tmp_path: Path) -> None:
     with Journal(path) as journal:
         for number in range(3):
             journal.write(sample(number))
-        path.chmod(0o600)
+        path.chmod(0o640)
         journal.replace({Key("p", 0, 1): sample(1, reward=0.5)})
-        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.stat().st_mode & 0o777 == 0o640
         assert (journal.reward(Key("p", 0, 1)), journal.reward(Key("p", 0, 2))) == (0.5, None)
         journal.write(sample(3))
         with pytest.raises(AgentSpecError, match="another rollout writes it"):
