@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
@@ -99,7 +99,7 @@ def process() -> Iterator[Process]:
 
 def test_what_was_read_may_go_by_retention(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what goes unread may have held an erasure, for which all of the tenant's text is forgotten."""
-    monkeypatch.setattr(LIFE_SECONDS, 0.05)  # all logs are looked at so often
+    monkeypatch.setattr(LIFE_SECONDS, 0.05)  # shorter than a wait, so that all logs are looked at each time
     history = Mock(wraps=process.store.history)
     monkeypatch.setattr(process.store, "history", history)
     process.begin(NS, "t")
@@ -109,6 +109,26 @@ def test_what_was_read_may_go_by_retention(process: Process, monkeypatch: pytest
     looks = history.call_count
     wait_until(lambda: history.call_count >= looks + 2)
     assert process.forgotten == []
+
+
+def test_what_went_unread_by_retention_makes_a_tenant_be_forgotten_once(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(cursors: Mapping[str, str], timeout: float) -> list[str]:
+        time.sleep(0.1)  # longer than LIFE_SECONDS, so that all logs are looked at again
+        return []
+
+    monkeypatch.setattr(LIFE_SECONDS, 0.05)
+    monkeypatch.setattr(process.store, "wait", wait)  # nothing is read
+    history = Mock(wraps=process.store.history)
+    monkeypatch.setattr(process.store, "history", history)
+    process.begin(NS, "t")
+    process.store.append(NS, [entry_of(turn("s", number)) for number in range(3)])
+    process.store.trim(Retention(records=1))
+    wait_until(lambda: process.forgotten)
+    looks = history.call_count
+    wait_until(lambda: history.call_count >= looks + 2)
+    assert process.forgotten == ["t"]
 
 
 @pytest.mark.parametrize(("seconds", "least", "most"), [(0.0, 10, 10), (0.4, 1, 3)])
