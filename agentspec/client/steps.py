@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -79,13 +81,37 @@ def _perform(step: Any) -> Any:
             raise InvalidInputError(f"{name}: asynchronous functions need an AsyncSession")
         return result
     check_count("at_once", step.at_once)
-    pool = ThreadPoolExecutor(min(step.at_once, len(step.loops)), thread_name_prefix="agentspec-loop")
+    _run_together(step)
+    return None
+
+
+def _run_together(step: Together) -> None:
+    """Run loops in threads. Raises the error of the first one that has one.
+
+    The threads are daemons, as those of a ThreadPoolExecutor are not: after Ctrl-C the program would go on until the
+    model has answered the calls that run.
+    """
+    waiting = deque((steps, Future[None]()) for steps in step.loops)
+
+    def run() -> None:
+        while waiting:
+            try:
+                steps, future = waiting.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            try:
+                future.set_result(_drive(steps))
+            except BaseException as error:
+                future.set_exception(error)
+
+    futures = [future for _, future in waiting]
     try:
-        for future in [pool.submit(_drive, steps) for steps in step.loops]:
+        for _ in range(min(step.at_once, len(futures))):
+            threading.Thread(target=run, name="agentspec-loop", daemon=True).start()
+        for future in futures:
             future.result()
     finally:  # after an error or an interrupt the calls that run end by themselves, and change nothing here
-        pool.shutdown(wait=False, cancel_futures=True)
-    return None
+        waiting.clear()
 
 
 def _called(step: Apply) -> Any:

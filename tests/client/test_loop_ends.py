@@ -6,6 +6,9 @@ import asyncio
 import functools
 import inspect
 import json
+import socket
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -18,8 +21,26 @@ from agentspec.client.budget import Account, BudgetSpentError
 from .fake_server import FakeServer
 from .loop_runs import add, calls, short
 
+INTERRUPTED = """
+import os, signal, sys, threading
+from agentspec import AgentClient
+
+client = AgentClient(base_url=sys.argv[1], model="small", api_key="none", store=None)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+client.session("s").best_of("count", 3, lambda reply: 1.0)
+"""
+"""A program whose calls run when it is interrupted."""
+
 
 class TestEndingEarly:
+    def test_an_interrupted_program_does_not_wait_for_the_model(self) -> None:
+        """It went on until all of its calls were answered."""
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+            command = [sys.executable, "-c", INTERRUPTED, url]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.stderr.splitlines()[-1] == "KeyboardInterrupt"
+
     def test_an_error_of_the_callback_frees_the_session(self, run: Any, server: FakeServer) -> None:
         def stop(progress: Progress) -> None:
             raise KeyboardInterrupt
