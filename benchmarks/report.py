@@ -206,7 +206,13 @@ def _lines(result: Mapping[str, Any]) -> str:
 
 def machine() -> str:
     """Return a description of this machine, for the head of a result."""
-    return f"{platform.machine()}, {os.cpu_count() or 1} cores, no GPU"
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        gpus = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")
+    except (OSError, subprocess.CalledProcessError):  # there is no driver
+        gpus = []
+    names = ", ".join(filter(None, gpus)) or "no GPU"
+    return f"{platform.machine()}, {os.cpu_count() or 1} cores, {names}"
 
 
 def rounded(item: Mapping[str, object]) -> dict[str, object]:

@@ -20,6 +20,14 @@ from agentspec.errors import ConfigurationError
 from agentspec.testing.replay import ReplayResult
 
 
+def test_a_result_names_the_gpus_of_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert report.machine().endswith(" cores, no GPU")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert report.machine().endswith(" cores, NVIDIA H200, NVIDIA H200")
+
+
 def test_a_row_says_how_many_times_better_and_whether_that_meets_the_target() -> None:
     assert report.less("f", 2.0, 30.0, 10) == report.Row("f", 2.0, 30.0, 15.0, "at least 10x less", True)
     assert report.less("f", 4.0, 30.0, 10).met is False
