@@ -145,9 +145,8 @@ def expected_tokens(drafts: Drafts, kept: int) -> float:
     """Return how many tokens are expected to be accepted if the ``kept`` most probable ones of all drafts stay."""
     rows = np.repeat(np.arange(len(drafts.offsets) - 1), np.diff(drafts.offsets))
     accepted = np.exp(_log_accepted(drafts.offsets, drafts.probabilities, rows))
-    if kept < len(accepted):
-        accepted = np.sort(accepted)[len(accepted) - kept :]
-    return float(accepted.sum())
+    left_out = len(accepted) - kept
+    return float((np.partition(accepted, left_out - 1)[left_out:] if left_out > 0 else accepted).sum())
 
 
 def _log_accepted(offsets: Int32Array, probabilities: Float32Array, rows: Int64) -> NDArray[np.float64]:
