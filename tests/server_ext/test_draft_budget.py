@@ -14,7 +14,7 @@ from agentspec.server_ext import FREE
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits, expected_tokens, kept_lengths
+from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits, kept_lengths
 from agentspec.server_ext.pricing.step_cost import Prices, StepCost
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
@@ -222,10 +222,3 @@ class TestProposer:
     def test_a_budget_of_nothing_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="step_draft_tokens"):
             load_settings({"agentspec": {"step_draft_tokens": 0}}, environ={})
-
-
-@pytest.mark.parametrize("kept", range(7))
-def test_the_tokens_that_stay_are_expected_to_be_the_most_probable(kept: int) -> None:
-    drafts = drafts_of([[1, 2], [3, 4], [], [5, 6]], [[0.1, 0.9], [0.8, 0.5], [], [0.5, 0.5]])
-    accepted = [0.8, 0.5, 0.4, 0.25, 0.1, 0.09]
-    assert expected_tokens(drafts, kept) == pytest.approx(sum(accepted[:kept]))
