@@ -71,36 +71,18 @@ def test_now_and_then_a_step_whose_duration_cuts_drafts_has_none() -> None:
     assert sum(map(len, cut(batch, allowance))) == 4  # not twice in a row
 
 
-def batch_of_costly_drafts() -> Batch:
-    """Any draft takes as long as a step without one."""
+def test_drafts_that_do_not_earn_their_step_are_left_out() -> None:
     batch = Batch()
-    for number in range(400):
+    for number in range(400):  # any draft takes as long as a step without one
         tokens = number % 3
         batch.pricing.cost.observe(ROWS, tokens, PLAIN + TOKEN * tokens + (PLAIN if tokens else 0.0))
-    return batch
-
-
-def test_drafts_that_do_not_earn_their_step_are_left_out() -> None:
-    batch = batch_of_costly_drafts()
     allowance = Allowance(tokens=8, by_latency=True)
     few, many = [[1], [], [], []], [[1, 2]] * 4
     assert batch.pricing.cut(drafts_of(few, [[0.9], [], [], []]), allowance, ROWS) == [[], [], [], []]
     assert batch.pricing.cut(drafts_of(many, [[0.99] * 2] * 4), allowance, ROWS) == many
 
 
-@pytest.mark.parametrize("by_latency", [True, False])
-def test_what_is_cut_has_to_earn_its_step_too(by_latency: bool) -> None:
-    """Only the tokens that stay count. All these drafts would earn it, and five tokens of them do not."""
-    batch = batch_of_costly_drafts()
-    drafts = drafts_of([[1, 2, 3, 4]] * 4, [[0.99] * 4] * 4)
-    few, many = (Allowance(tokens=tokens, by_latency=by_latency) for tokens in (5, 12))
-    assert batch.pricing.cut(drafts, few, ROWS) == [[]] * 4
-    assert sum(map(len, batch.pricing.cut(drafts, many, ROWS))) == 12
-    doubtful = drafts_of([[1, 2, 3, 4]] * 4, [[0.5] * 4] * 4)
-    assert batch.pricing.cut(doubtful, many, ROWS) == [[]] * 4
-
-
-def test_where_the_setting_cuts_drafts_none_are_left_out_to_measure_a_step_without() -> None:
+def test_where_the_setting_cuts_drafts_every_step_has_some() -> None:
     batch = Batch()
     batch.observe(20)
     allowance = Allowance(tokens=4, by_latency=False)

@@ -85,8 +85,10 @@ class StepPricing:
         be cut, so that the duration of a step without any is known.
         """
         total = len(drafts.token_ids)
-        kept = min(total, allowance.tokens)
-        leave_out = total > kept and allowance.by_latency and self.cost.should_measure_plain(count)
-        if kept and not leave_out and self.cost.given is None:
-            leave_out = not self.cost.pays(count, kept, expected_tokens(drafts, kept))
+        if total > allowance.tokens:
+            leave_out = allowance.by_latency and self.cost.should_measure_plain(count)
+        elif total and self.cost.given is None:
+            leave_out = not self.cost.pays(count, total, expected_tokens(drafts))
+        else:
+            leave_out = False
         return [[] for _ in range(len(drafts.offsets) - 1)] if leave_out else self.budget.cut(drafts, allowance.tokens)
