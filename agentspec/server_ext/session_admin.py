@@ -7,9 +7,9 @@ for its answer. All names here are keys (`Identity.session`), so whoever asks mu
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from agentspec.cache.store import Erasure, NewEntry, RecordReader, SessionUsage, Store, TurnRecord, decode
@@ -31,14 +31,29 @@ _LOAD_SECONDS = 0.25
 """Longest wait for an import to be read from the store, before its caller is told that it is there."""
 _PART_BYTES = 256 * 1024
 """Bytes of records that one answer holds, because the engine passes it on between two steps."""
+_SLICE_SECONDS = 0.1
+"""How long a list or an export reads in one go. Then jobs of others, which wait for the same thread, have a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Hold a part of a list or an export. more: whether the job goes on behind it."""
+
+    items: list[Any]
+    more: bool
 
 
 @dataclass(slots=True)
 class _Job:
-    """Hold a job: the first future has its value, and is told when all have ended. asked: time of the latest poll."""
+    """Hold a job: the first future has its value, and is told when all have ended. asked: time of the latest poll.
+
+    owner: its asker's principal. items: what its next slices hold. No futures: the next slice is still to be submitted.
+    """
 
     asked: float
+    owner: str | None
     futures: tuple[Future[Any], ...] = ()
+    items: Iterator[Any] = field(default_factory=lambda: iter(()))
 
     def is_abandoned(self) -> bool:
         """Return whether its asker is gone."""
@@ -88,29 +103,33 @@ class SessionAdmin:
         """
         try:
             self._make_room()
-            begun = _Job(time.monotonic())
+            begun = _Job(time.monotonic(), owner)
             begun.futures = self._submit(begun, owner, what, *args)
             self._jobs[job] = begun
         except AgentSpecError as error:
             return _failure(error)
         return {}
 
-    def poll(self, job: str, offset: int = 0) -> dict[str, Any]:
+    def poll(self, job: str) -> dict[str, Any]:
         """Return {} while the job runs, {"value": …, "more": bool}, or {"error": kind, "message": text}.
 
-        offset: how many records of the job's value the asker has; "more" says whether others follow. A value or an
-        error is told once: with the end of it the job is forgotten.
+        A value or an error is told once. With "more" the value is a part, and further polls tell the others. With the
+        end the job is forgotten.
         """
         begun = self._jobs.get(job)
         if begun is None:
             return _failure(StoreUnavailableError("the answer was not fetched in time and is forgotten; ask again"))
         begun.asked = time.monotonic()
-        if not all(future.done() for future in begun.futures):
+        if begun.futures and not all(future.done() for future in begun.futures):
             return {}
-        answer = _answer(begun.futures, offset)
+        answer = _answer(begun.futures) if begun.futures else {"value": [], "more": True}
         if not answer.get("more"):
             del self._jobs[job]
-        return answer
+            return answer
+        begun.futures = ()
+        with contextlib.suppress(StoreUnavailableError):  # too many jobs wait; the next poll tries again
+            begun.futures = (self._persistence.submit(lambda _: _next_slice(begun), begun.owner),)
+        return answer if answer["value"] else {}
 
     def erased_elsewhere(self, tenant: str | None, session: str) -> None:
         """Remove a session here that another process has erased in the store. Any thread may call it."""
@@ -130,20 +149,17 @@ class SessionAdmin:
         """Begin a job. Return its futures, as _Job holds them."""
         if what == "erase":
             return self._erase(owner, *args)
-        if what in ("list", "read"):
-            args = (*args, begun)
         if what == "tenants":
             args = (*args, {state.identity.tenant for state in self._of(args[0])})
-        jobs: dict[str, Callable[..., Any]] = {
-            "list": self._list,
-            "read": self._read,
-            "write": self._write,
-            "tenants": self._tenants,
-        }
+        jobs: dict[str, Callable[..., Any]] = {"write": self._write, "tenants": self._tenants}
+        in_slices: dict[str, Callable[..., Iterator[Any]]] = {"list": self._list, "read": self._read}
 
         def run(store: Store) -> Any:
             self._persistence.flush(_FLUSH_SECONDS)  # so that the store has what was said just now
-            return jobs[what](store, *args)
+            if what in jobs:
+                return jobs[what](store, *args)
+            begun.items = in_slices[what](store, *args)
+            return _next_slice(begun)
 
         return (self._persistence.submit(run, owner),)
 
@@ -185,41 +201,33 @@ class SessionAdmin:
         return store.namespaces(logs.prefix if anybody else logs.family(tenant), session=session)
 
     def _list(
-        self, store: Store, tenant: str | None, principal: str | None, anybody: bool, count: int, begun: _Job
-    ) -> list[dict[str, Any]]:
-        """Return the sessions used last, as `begin` says. A session may be in several logs.
+        self, store: Store, tenant: str | None, principal: str | None, anybody: bool, count: int
+    ) -> Iterator[dict[str, Any] | None]:
+        """Yield the sessions used last, as `begin` says, and None where a slice may end.
 
-        Among very many sessions of others this takes long. So it ends where the asker is gone, or lists that nobody
-        waits for would hold up the store's other jobs.
+        Among very many sessions of others, and for long sessions, this takes long.
         """
         held: dict[str, list[tuple[str, SessionUsage]]] = {}  # by session, which may be in several logs
-        begun.check_asker()
         for log in self._logs(store, tenant, anybody):
             for usage in store.sessions(log):
                 if usage.session:
                     held.setdefault(usage.session, []).append((log, usage))
-        found: list[dict[str, Any]] = []
         for session in sorted(held, key=lambda session: -max(usage.used for _, usage in held[session])):
-            begun.check_asker()
+            if count <= 0:
+                return
+            yield None
             parts = sorted(held[session], key=lambda part: part[1].used)
             owners = () if anybody else (turn.principal for turn in _turns(store, parts[-1][0], session, newest=1))
-            if (anybody or principal in owners) and (shown := _shown(store, session, parts)):
-                found.append(shown)
-                if len(found) >= count:
-                    break
-        return found[:count]
+            if (anybody or principal in owners) and (shown := (yield from _shown(store, session, parts))):
+                yield shown
+                count -= 1
 
-    def _read(self, store: Store, session: str, tenant: str | None, anybody: bool, begun: _Job) -> list[bytes]:
-        """Return a session's records, as `begin` says. Like a list, it ends where the asker is gone."""
+    def _read(self, store: Store, session: str, tenant: str | None, anybody: bool) -> Iterator[bytes | None]:
+        """Yield a session's records, as `begin` says, and None for each that cannot be used."""
         reader = RecordReader()
-        found: list[bytes] = []
-        begun.check_asker()
         for log in self._logs(store, tenant, anybody, session):
             for entry, record in reader.read(store, log, session=session):
-                begun.check_asker()
-                if record is not None:
-                    found.append(entry.payload)
-        return found
+                yield None if record is None else entry.payload
 
     def _write(self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool) -> int:
         """Append to the store what a session lacks, as `begin` says."""
@@ -239,7 +247,25 @@ class SessionAdmin:
         return [*held | {turn.tenant for log in logs for turn in _turns(store, log, session, newest=1)}]
 
 
-def _answer(futures: Sequence[Future[Any]], offset: int) -> dict[str, Any]:
+def _next_slice(job: _Job) -> _Slice:
+    """Return the next items of a job, as many as one answer holds and _SLICE_SECONDS allow. Items of None don't count.
+
+    It ends where the asker is gone, or jobs that nobody waits for would hold up the others.
+    """
+    found: list[Any] = []
+    size, until = 0, time.monotonic() + _SLICE_SECONDS
+    job.check_asker()
+    for item in job.items:
+        job.check_asker()
+        if item is not None:
+            found.append(item)
+            size += len(item) if isinstance(item, bytes) else 0
+        if size >= _PART_BYTES or time.monotonic() >= until:
+            return _Slice(found, more=True)
+    return _Slice(found, more=False)
+
+
+def _answer(futures: Sequence[Future[Any]]) -> dict[str, Any]:
     """Return the value or the error of a job that has ended, as ``SessionAdmin.poll`` does."""
     for future in futures:
         if future.cancelled():
@@ -247,24 +273,23 @@ def _answer(futures: Sequence[Future[Any]], offset: int) -> dict[str, Any]:
         if (error := future.exception()) is not None:
             return _failure(_untold(error) if isinstance(error, StoreError) else error)
     value = futures[0].result()
-    if isinstance(value, Erasure):
-        return {"value": asdict(value), "more": False}
-    if not (isinstance(value, list) and value and isinstance(value[0], bytes)):
-        return {"value": value, "more": False}
-    part: list[bytes] = []
-    size = 0
-    while offset + len(part) < len(value) and (not part or size < _PART_BYTES):
-        part.append(value[offset + len(part)])
-        size += len(part[-1])
-    return {"value": part, "more": offset + len(part) < len(value)}
+    if isinstance(value, _Slice):
+        return {"value": value.items, "more": value.more}
+    return {"value": asdict(value) if isinstance(value, Erasure) else value, "more": False}
 
 
-def _shown(store: Store, session: str, parts: Sequence[tuple[str, SessionUsage]]) -> dict[str, Any] | None:
-    """Return a session as the list shows it; None if no turn is left. parts: its logs and their usage, newest last."""
+def _shown(
+    store: Store, session: str, parts: Sequence[tuple[str, SessionUsage]]
+) -> Generator[None, None, dict[str, Any] | None]:
+    """Return a session as the list shows it; None if no turn is left. Yields where a slice may end.
+
+    parts: its logs and their usage, newest last.
+    """
     tokens, newest = 0, None
     for log, _ in parts:
         for newest in _turns(store, log, session):
             tokens += len(newest.prompt_tail) + len(newest.response)
+            yield
     if newest is None:
         return None
     return {

@@ -17,6 +17,8 @@ from fastapi import HTTPException
 
 from agentspec.cache.store import NewEntry, open_store
 from agentspec.client import priming
+from agentspec.errors import StoreUnavailableError
+from agentspec.server_ext import session_admin
 from agentspec.server_ext.api import imports, session_routes
 from tests.server_ext.fuzz import fuzz
 from tests.store.helpers import wait_until
@@ -233,6 +235,24 @@ class TestExportAndImport:
             server.say(server.identity(ADA, "one"), [number, *TEXT])
         turns = server.call(ADA, "GET", "one").json()["turns"]
         assert [turn["response"][0] for turn in turns] == list(range(30))
+
+    def test_goes_on_after_its_next_part_was_refused(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+        server = start(ADA, engines=1)
+        for number in range(4):
+            server.say(server.identity(ADA, "one"), [number, *TEXT])
+        monkeypatch.setattr(session_admin, "_SLICE_SECONDS", 0.0)
+        persistence, asked = server.engines[0]._persistence, list[None]()
+        submit = persistence.submit
+
+        def refuse_every_second(*args: Any) -> Any:
+            asked.append(None)
+            if len(asked) % 2 == 0:
+                raise StoreUnavailableError("64 jobs wait for the store already; try again later")
+            return submit(*args)
+
+        monkeypatch.setattr(persistence, "submit", refuse_every_second)
+        turns = server.call(ADA, "GET", "one").json()["turns"]
+        assert [turn["response"][0] for turn in turns] == list(range(4)) and len(asked) > 4
 
     def test_an_engine_forgets_what_it_exported(self, start: Start) -> None:
         """A session may take megabytes, which no budget counts."""

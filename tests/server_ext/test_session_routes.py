@@ -307,6 +307,42 @@ def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monke
     assert len(read) == 2
 
 
+@pytest.mark.parametrize("what", ["read", "list"])
+def test_a_long_list_or_export_lets_the_questions_of_others_between(
+    start: Start, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It was one job of the only thread that asks the store: of 350,000 turns, the others waited for a minute."""
+    server = start(ADA, BOB, engines=1)
+    ada, bob = server.identity(ADA, "one"), server.identity(BOB, "two")
+    for number in range(4):
+        server.say(ada, [number, *TEXT])
+    admin, read = server.engines[0]._sessions, list[str]()
+
+    class Reader(RecordReader):
+        def read(self, *args: Any, **options: Any) -> Iterator[Any]:
+            for entry in super().read(*args, **options):
+                read.append(entry[0].session)
+                yield entry
+
+    monkeypatch.setattr(session_admin, "RecordReader", Reader)
+    monkeypatch.setattr(session_admin, "_SLICE_SECONDS", 0.0)  # a record in each slice
+    long = (ada.session, ada.tenant, False) if what == "read" else (ada.tenant, ada.principal, False, 10)
+    assert admin.begin("long", ada.principal, what, *long) == {}
+    assert admin.begin("short", bob.principal, "tenants", bob.session) == {}
+    found: list[Any] = []
+
+    def ended() -> bool:
+        answer = admin.poll("long")
+        found.extend(answer.get("value", ()))
+        return answer.get("more") is False
+
+    answers: list[Any] = []
+    server.wait(lambda: answers.append(admin.poll("short")) or "value" in answers[-1])  # type: ignore[func-returns-value]
+    assert len(read) <= 1
+    server.wait(ended)
+    assert len(found) == (4 if what == "read" else 1) and admin._jobs == {}
+
+
 def test_an_engine_is_asked_while_another_takes_its_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer was forgotten: an asker that says nothing for seconds counts as gone."""
     monkeypatch.setattr(session_routes, "_WAIT_SECONDS", 2.0)
@@ -316,12 +352,12 @@ def test_an_engine_is_asked_while_another_takes_its_time(start: Start, monkeypat
     asked: list[str] = []
     poll_slow, poll_other = slow.poll, other.poll
 
-    def polled(job: str, offset: int = 0) -> dict[str, Any]:
+    def polled(job: str) -> dict[str, Any]:
         asked.append(job)
-        return poll_other(job, offset)
+        return poll_other(job)
 
     monkeypatch.setattr(other, "poll", polled)
-    monkeypatch.setattr(slow, "poll", lambda job, offset=0: poll_slow(job, offset) if job in asked else {})
+    monkeypatch.setattr(slow, "poll", lambda job: poll_slow(job) if job in asked else {})
     assert server.listed(ADA) == ["one"]
 
 

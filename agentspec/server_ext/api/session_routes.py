@@ -208,17 +208,18 @@ async def _run(engine: Any, owner: Identity, what: str, *args: Any, engines: Seq
 
 
 async def _value(engine: Any, number: int, job: str) -> Any:
-    """Return the value of a job on one engine, of which long lists come in parts."""
+    """Return the value of a job on one engine, of which long ones come in parts. Raise 503 if none comes for 20 s."""
     until, pause = time.monotonic() + _WAIT_SECONDS, _FIRST_PAUSE
     parts: list[Any] = []
     while True:
-        answer = await _ask(engine, number, "poll", job, len(parts))
+        answer = await _ask(engine, number, "poll", job)
         if "value" in answer:
             if not parts and not answer["more"]:
                 return answer["value"]
             parts += answer["value"]
             if not answer["more"]:
                 return parts
+            until, pause = time.monotonic() + _WAIT_SECONDS, _FIRST_PAUSE
         elif time.monotonic() > until:
             raise HTTPException(status_code=503, detail="the store is slow; try again")
         else:
