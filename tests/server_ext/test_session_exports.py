@@ -8,20 +8,23 @@ import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import HTTPException
 
-from agentspec.cache.store import NewEntry, open_store
+from agentspec.cache.store import NewEntry, TurnRecord, encode, open_store
 from agentspec.client import priming
 from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext import session_admin
 from agentspec.server_ext.api import imports, session_routes
 from tests.server_ext.fuzz import fuzz
 from tests.store.helpers import wait_until
+from tests.timing import assert_fast, beside
 
 from .session_server import ADA, BOB, PROMPT, TEXT, VOCABULARY, Server, Start, start
 from .test_endpoints import without_tokenizer
@@ -253,6 +256,26 @@ class TestExportAndImport:
         monkeypatch.setattr(persistence, "submit", refuse_every_second)
         turns = server.call(ADA, "GET", "one").json()["turns"]
         assert [turn["response"][0] for turn in turns] == list(range(4)) and len(asked) > 4
+
+    def test_a_long_session_becomes_json_beside_the_event_loop(self) -> None:
+        """In one piece it held the interpreter's lock: of 20,000 turns for seconds, and all streams stood still."""
+        tokens = np.arange(150, dtype=np.int32)
+        turn = TurnRecord(writer="ab" * 8, number=1, session="s", prompt_tail=tokens, response=tokens, created=1.5)
+        payloads = [encode(replace(turn, number=number)) for number in range(1, 12_001)]
+        exported: list[bytes | None] = []
+
+        def export() -> None:
+            exported.append(session_routes._export("one", "log", [payloads]))
+
+        def measure() -> dict[str, float]:
+            calls, _ = beside(export, lambda: time.sleep(0.001), pause=0.0)  # behind a sleep, it waits for the lock
+            return {"longest": max(calls)}
+
+        assert_fast(measure, longest=60.0)  # up to 25 ms; in one piece 200 and more
+        assert exported[-1] is not None
+        turns = json.loads(exported[-1])["turns"]
+        assert [turn["number"] for turn in turns] == list(range(1, 12_001))
+        assert turns[0]["response"] == list(range(150)) and "weights" not in turns[0]
 
     def test_an_engine_forgets_what_it_exported(self, start: Start) -> None:
         """A session may take megabytes, which no budget counts."""

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, HTTPException, Query, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from agentspec.addresses import names_loopback
@@ -118,16 +118,16 @@ async def list_sessions(request: Request, limit: Annotated[int, Query(ge=0)] = 1
 
 
 @router.get("/" + any_id("session_id"))
-async def export_session(request: Request, session_id: str) -> JSONResponse:
+async def export_session(request: Request, session_id: str) -> Response:
     """Return a session's turns, or 404 if the caller has no such session."""
     engine = drafting_engine(request)
     identity = _identity(engine, session_id)
     payloads = await _run(engine, identity, "read", identity.session, identity.tenant, identity.principal is None)
     log = await asyncio.to_thread(served_model_key, engine.vllm_config)
-    session = await asyncio.to_thread(_export, session_id, log, payloads)
-    if session is None:
+    body = await asyncio.to_thread(_export, session_id, log, payloads)
+    if body is None:
         raise NoSessionError(session_id)
-    return JSONResponse(session)
+    return Response(body, media_type="application/json")
 
 
 @router.put("/" + any_id("session_id"))
@@ -284,18 +284,22 @@ def _tokenised(given: ExportedSession | SessionTexts, engine: Any, session_id: s
     return ExportedSession(version=1, id=session_id, log=log, turns=turns)
 
 
-def _export(session_id: str, log: str, of_engines: Sequence[Sequence[bytes]]) -> dict[str, Any] | None:
-    """Return a session as JSON, None if it has no turns. of_engines: its records; engines may share a store."""
-    turns: dict[tuple[str, int], ExportedTurn] = {}
+def _export(session_id: str, log: str, of_engines: Sequence[Sequence[bytes]]) -> bytes | None:
+    """Return a session as JSON, None if it has no turns. of_engines: its records; engines may share a store.
+
+    Each turn becomes JSON alone: a long session in one go would keep the event loop, and so all callers, from the
+    interpreter's lock for seconds.
+    """
+    turns: dict[tuple[str, int], bytes] = {}
     for payload in chain.from_iterable(of_engines):
         try:
             record = decode(payload)
         except RecordError:
             continue
         if isinstance(record, TurnRecord):
-            turns[record.writer, record.number] = _exported(record)
-    session = ExportedSession(version=1, id=session_id, log=log, turns=[*turns.values()])
-    return session.model_dump(exclude_none=True) if turns else None
+            turns[record.writer, record.number] = _exported(record).model_dump_json(exclude_none=True).encode()
+    without_turns = ExportedSession(version=1, id=session_id, log=log, turns=[]).model_dump_json().encode()
+    return without_turns.removesuffix(b"]}") + b",".join(turns.values()) + b"]}" if turns else None
 
 
 def _exported(record: TurnRecord) -> ExportedTurn:
