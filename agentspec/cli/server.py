@@ -38,8 +38,8 @@ _WHITE = " \t"
 
 
 @contextmanager
-def server_at(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
-    """Open a client whose paths start at ``/v1/agentspec``.
+def server_at(url: str, headers: list[str] | None, seconds: float = _SECONDS) -> Iterator[httpx.Client]:
+    """Open a client whose paths start at ``/v1/agentspec``. seconds: longest wait for the next bytes of an answer.
 
     Raises ConfigurationError for a URL or header that cannot work, and StoreUnavailableError, also from calls in the
     block, where no server answers.
@@ -57,7 +57,7 @@ def server_at(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
         way: dict[str, Any] = {}
         if url.startswith(_UNIX):
             way["transport"] = httpx.HTTPTransport(uds=url.removeprefix(_UNIX))
-        with httpx.Client(base_url=root_of(url) + "/v1/agentspec", headers=sent, timeout=_SECONDS, **way) as client:
+        with httpx.Client(base_url=root_of(url) + "/v1/agentspec", headers=sent, timeout=seconds, **way) as client:
             yield client
     except httpx.LocalProtocolError:  # its text quotes the value, which may be a key
         raise ConfigurationError(

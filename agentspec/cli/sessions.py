@@ -31,6 +31,8 @@ _commands = typer.Typer(
 )
 
 _ERASURE_SECONDS = 120.0
+_EXPORT_SECONDS = 1800.0
+"""Longest wait for an export, whose first byte comes when all is read: some 3,000 turns a second on a core."""
 _PART_BYTES = 4 << 20
 """Bytes of turns that one call imports: the server takes twice that."""
 
@@ -86,7 +88,7 @@ def export_session(
     header: HeaderOption = None,
 ) -> None:
     """Write a session's turns to a file, as JSON with token ids."""
-    with server_at(url, header) as server:
+    with server_at(url, header, _EXPORT_SECONDS) as server:
         answer = ask(server, "GET", _path(session), "turns")
     try:
         write_private(file, answer.content)

@@ -104,6 +104,19 @@ def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_p
     assert not server.drafts(server.identity(BOB, "copy of it"))
 
 
+def test_an_export_may_take_minutes(sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a session of 350,000 turns the first byte comes after two."""
+    client, waits = httpx.Client, list[float]()
+
+    def noted(base_url: str, headers: Any, timeout: float) -> Any:
+        waits.append(timeout)
+        return client(base_url=base_url, headers=headers, timeout=timeout)
+
+    monkeypatch.setattr(httpx, "Client", noted)
+    assert sessions("export", "fix-42", str(tmp_path / "file"))[0] == 0
+    assert waits == [1800.0]
+
+
 @pytest.fixture
 def long_file(sessions: Sessions, server: Server, tmp_path: Path) -> Path:
     """The export of ADA's session "long", of seven turns."""
