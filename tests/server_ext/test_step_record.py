@@ -1,6 +1,7 @@
 """The step record: what is written, and that an erased session's name goes from the lines that are there."""
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -183,6 +184,62 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", _FULL, str(path)], check=True, cwd=Path(__file__).parents[2])
     assert 800 < path.stat().st_size < 1000
     assert [item["step"] for item in lines(path)] == list(range(len(lines(path))))
+
+
+@pytest.mark.parametrize("fails", ["ftruncate", "close"])
+def test_an_error_at_the_end_of_a_write_ends_no_thread(
+    tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk under a file that may only grow, or under a network's file system: no erasure was done any more."""
+    path = tmp_path / "steps.jsonl"
+    step_record = StepRecord(path)
+    step_record.add(line(1, "fix-42", KEY))
+    step_record.erase(OTHER).result(60)  # the line is written
+    size = path.stat().st_size
+    real = {name: getattr(os, name) for name in ("write", "close", "ftruncate")}
+
+    def is_record(file: int) -> bool:
+        return os.path.samestat(os.fstat(file), path.stat())
+
+    def write(file: int, text: bytes) -> int:
+        if is_record(file) and os.fstat(file).st_size > size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return int(real["write"](file, text[: len(text) // 2]))
+
+    def ftruncate(file: int, size: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    def close(file: int) -> None:
+        full = is_record(file)
+        real["close"](file)
+        if full:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        if fails == "close":
+            patch.setattr(os, "close", close)
+        else:
+            patch.setattr(os, "write", write)
+            patch.setattr(os, "ftruncate", ftruncate)
+        step_record.add(line(2, "fix-42", KEY))
+        step_record.erase(OTHER).result(60)
+    assert step_record.lost == 1
+    step_record.erase(KEY).result(60)
+    step_record.close()
+    assert KEY not in path.read_text()
+
+
+def test_a_line_that_another_program_wrote_holds_up_no_erasure(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    step_record = StepRecord(path)
+    foreign = json.dumps([line(1, "theirs", KEY)], separators=(",", ":"))
+    with path.open("a") as file:
+        file.write(f"{foreign}\n")
+    step_record.add(line(2, "fix-42", KEY))
+    step_record.erase(KEY).result(60)
+    step_record.close()
+    assert path.read_text().splitlines()[0] == foreign
+    assert lines(path)[1] == line(2, None, None)
 
 
 def test_a_new_record_is_its_owners_alone(tmp_path: Path) -> None:

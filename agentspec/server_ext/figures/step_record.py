@@ -93,7 +93,10 @@ class StepRecord:
         self._write()
 
     def _write(self) -> None:
-        """Append the lines that wait, then blank the sessions to be erased, which lines before may name."""
+        """Append the lines that wait, then blank the sessions to be erased, which lines before may name.
+
+        Never raises: an erasure that nobody ends would be asked for in vain until the server is restarted.
+        """
         erasures = [self._erasures.popleft() for _ in range(len(self._erasures))]
         lines = []
         while self._queue:
@@ -108,8 +111,9 @@ class StepRecord:
             try:
                 with contextlib.suppress(FileNotFoundError):  # moved away, and nothing was written since
                     _blank_session(self.path, session_key)
-            except OSError as error:
-                done.set_exception(StoreError(f"the step record {self.path} cannot be changed: {error.strerror}"))
+            except Exception as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                done.set_exception(StoreError(f"the step record {self.path} cannot be changed: {reason}"))
             else:
                 done.set_result(None)
 
@@ -141,9 +145,9 @@ def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
     except OSError as error:
         return 0, error
-    written, failure = 0, None
-    regular = stat.S_ISREG(os.fstat(file).st_mode)
+    written, regular, failure = 0, False, None
     try:
+        regular = stat.S_ISREG(os.fstat(file).st_mode)
         while written < len(lines):  # a pipe takes a whole line or nothing of it
             end = len(lines) if regular else lines.index(b"\n", written) + 1
             try:
@@ -156,11 +160,14 @@ def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:
     except OSError as error:
         failure = error
         if regular:
-            end, whole = os.lseek(file, 0, os.SEEK_CUR), lines.rfind(b"\n", 0, written) + 1
-            if os.fstat(file).st_size == end:  # no other process has appended since
-                os.ftruncate(file, end - (written - whole))
-    finally:
+            with contextlib.suppress(OSError):  # of a file that may only grow, for example
+                end, whole = os.lseek(file, 0, os.SEEK_CUR), lines.rfind(b"\n", 0, written) + 1
+                if os.fstat(file).st_size == end:  # no other process has appended since
+                    os.ftruncate(file, end - (written - whole))
+    try:
         os.close(file)
+    except OSError as error:  # a network's file system says here that it has no room for what was written
+        written, failure = 0, failure or error
     return lines.count(b"\n", 0, written), failure
 
 
@@ -195,9 +202,9 @@ def _without_session(line: bytes, session_key: str) -> bytes:
     """Return a line without this session's name and key, and spaces in place of a broken one. The length stays."""
     try:
         values = json.loads(line)
-    except ValueError:  # two lines in one, of which the first was cut off when its process was killed
+    except (ValueError, RecursionError):  # two lines in one, of which the first was cut off when its process was killed
         return b" " * len(line)
-    if values.get("session_key") != session_key:
+    if not isinstance(values, dict) or values.get("session_key") != session_key:
         return line
     blank = json.dumps({**values, "session": None, "session_key": None}, separators=(",", ":"))
     return blank.encode().ljust(len(line))
