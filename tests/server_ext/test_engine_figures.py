@@ -32,9 +32,10 @@ def test_the_record_has_a_line_a_step_and_adds_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("told_first", [True, False])
-def test_what_is_accepted_behind_the_end_of_a_response_is_nobodys(told_first: bool) -> None:
+def test_what_is_accepted_behind_the_end_of_a_response_is_nobodys(told_first: bool, tmp_path: Path) -> None:
     """The API server has found a stop text, and the engine takes steps until it hears of that."""
-    rows = Rows(verify_cost=0.01)
+    path = tmp_path / "steps.jsonl"
+    rows = Rows(verify_cost=0.01, record=str(path))
     rows.step(("0",))
     (draft,) = rows.repeat()
     if told_first:
@@ -54,6 +55,10 @@ def test_what_is_accepted_behind_the_end_of_a_response_is_nobodys(told_first: bo
         figures = rows.proposer.request("0")
         assert figures is not None
     assert 5 >= figures["tokens"] >= figures["accepted"]
+    rows.proposer.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[-1]["drafted"] == 8
+    assert all(line["accepted"] <= line["tokens"] for line in lines)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 17, 18, 19, 31, 33, 40, 43])

@@ -108,6 +108,7 @@ class Accounts:
             drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
             if accepted > added:  # the others lie behind the end of the response
                 state.figures.leave_out(by_source[1], added)
+                accepted = added
             if accepted:
                 state.latest.append((state.counted_length, by_source[1]))
                 del state.latest[:-_LATEST_STEPS]
