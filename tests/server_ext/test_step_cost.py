@@ -423,3 +423,17 @@ def test_drafts_gain_from_the_first_steps_of_a_large_batch_on() -> None:
 
     first = range(60)
     assert tokens_per_second(machine(), 64, None, first) > 1.06 * tokens_per_second(machine(), 64, 10.0, first)
+
+
+def test_the_first_step_of_each_size_does_not_count_in_a_restarted_process_either() -> None:
+    """Its memory and kernels are new there, although the sizes are known."""
+    before, restarted = StepCost(), []
+    Machine(0.0004).run(before, 30, rows=4)
+    for seconds in (0.02, 10.0):
+        cost = StepCost()
+        cost.restore(before.dump())
+        for drafted in (0, 20, 40, 60):
+            cost.observe(4, drafted, seconds)
+        restarted.append(cost.stats())
+    assert restarted[0] == restarted[1]
+    assert restarted[0]["steps"] == 34

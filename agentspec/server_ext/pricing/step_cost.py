@@ -211,18 +211,21 @@ class StepCost:
     def dump(self) -> bytes:
         """Return what was measured, for ``restore`` in another process on the same machine. Any thread may call it."""
         batches = {rows: batch.dump() for rows, batch in dict(self._batches).items()}
-        return json.dumps({"steps": self._steps, "largest": self._largest, "batches": batches}).encode()
+        return json.dumps({"steps": self._steps, "batches": batches}).encode()
 
     def restore(self, dumped: bytes) -> None:
-        """Take over what another process measured. Ignores anything that is not from ``dump``."""
+        """Take over what another process measured. Ignores anything that is not from ``dump``.
+
+        The largest step is not taken over, because the memory and the kernels of each size are new in this process.
+        """
         try:
             found = json.loads(dumped or b"{}")
             batches = {int(rows): RowTimes.restored(int(rows), kept) for rows, kept in found.get("batches", {}).items()}
-            steps, largest = int(found.get("steps", 0)), int(found.get("largest", 0))
+            steps = int(found.get("steps", 0))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning("agentspec: the saved prices of verification are not used: %s", error)
             return
-        self._batches, self._steps, self._largest = batches, steps, largest
+        self._batches, self._steps = batches, steps
         self._take_in()
 
     def _take_in(self) -> None:
