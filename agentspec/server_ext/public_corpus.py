@@ -130,12 +130,14 @@ def _opened(path: Path) -> IO[str]:
 def _pieces(file: IO[str]) -> Iterator[tuple[int, str]]:
     """Yield whole lines of about _LINES_AT_ONCE characters, with the number of the first."""
     begin, lines, size = 1, list[str](), 0
-    for number, line in enumerate(iter(lambda: file.readline(_LINES_AT_ONCE), ""), 1):
-        lines.append(line)
-        size += len(line)
+    number = 1  # of the line that is read; a long one comes in several parts
+    for part in iter(lambda: file.readline(_LINES_AT_ONCE), ""):
+        lines.append(part)
+        size += len(part)
+        number += part.endswith("\n")
         if size >= _LINES_AT_ONCE:
             yield begin, "".join(lines)
-            begin, lines, size = number + 1, [], 0
+            begin, lines, size = number, [], 0
     if lines:
         yield begin, "".join(lines)
 

@@ -14,7 +14,7 @@ from agentspec.cache import SuffixCache
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.public_corpus import PublicCorpus
+from agentspec.server_ext.public_corpus import PublicCorpus, read_texts
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.vllm_adapter.runner import _tokenizer
@@ -81,6 +81,22 @@ def test_a_long_plain_text_is_several_texts(tmp_path: Path) -> None:
     assert stats["tokens"] == 60_000 and 3 < stats["texts"] < 10
     at = 41_000
     assert drafts(cache, [100 + n for n in numbers[at : at + 8]])[:1] == [100 + numbers[at + 8]]
+
+
+def test_texts_of_long_lines_are_named_by_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("\n".join(("x" * 200_000, "y" * 65_536, "z" * 65_535, "short", "w" * 70_000, "end")))
+    texts: list[str] = []
+
+    def keep(text: str) -> list[int]:
+        texts.append(text)
+        return [1]
+
+    wheres = [where for where, make in read_texts(path) if len(make(keep))]
+    assert "".join(texts) == path.read_text()
+    begins = ["".join(texts[:number]).count("\n") + 1 for number in range(len(texts))]
+    assert wheres == [f"line {begin}" for begin in begins]
+    assert len(set(begins)) > 3
 
 
 @pytest.mark.parametrize(
