@@ -233,6 +233,26 @@ class TestAPartThatIsAway:
         assert writer.stats().queued_bytes == 0
         writer.close()
 
+    def test_remembers_no_log_of_which_nothing_waits(self) -> None:
+        """While a node is away, ever new logs may come, and the queue drops the records of the older ones."""
+        store = PartedStore()
+        store.away = {"a"}
+        writer = BackgroundWriter(store, max_entries=8, batch_entries=8)
+        writer.put("a", turn("s", 0))
+        wait_until(lambda: len(writer._records.aside) == 1)
+        for number in range(100):
+            writer.put(f"a{number}", turn("gone" if number % 2 else "s", number))
+            wait_until(lambda: writer.stats().queued == len(writer._records.aside))
+        (part,) = writer._records.aside._parts.values()
+        assert len(part.logs) == 8
+        assert writer.forget("gone", 60)
+        assert sorted(part.logs) == ["a92", "a94", "a96", "a98"]
+        store.away.clear()
+        assert writer.flush(60)
+        writer.close()
+        assert not part.logs
+        assert [store.numbers(f"a{number}") for number in range(90, 100, 2)] == [[], [92], [94], [96], [98]]
+
     def test_forgets_an_erased_session_and_finds_a_record_that_is_never_taken(self) -> None:
         store = PartedStore()
         store.away = {"a"}

@@ -1,6 +1,6 @@
 """Hold records that wait for a part of a store that is away, or for a log that it refuses, so that the others go on."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -39,11 +39,35 @@ REFUSED_LOGS = 1024
 
 @dataclass(slots=True)
 class _Part:
-    """Hold what waits for one part: appends, each of records of one log, and the logs that they belong to or did."""
+    """Hold what waits for one part: appends, each of records of one log, and how many of them each log has."""
 
     breaker: CircuitBreaker
     appends: deque[list[QueuedRecord]] = field(default_factory=deque)
-    logs: set[str] = field(default_factory=set)
+    logs: Counter[str] = field(default_factory=Counter)
+
+    def add(self, items: list[QueuedRecord], *, first: bool) -> None:
+        """Let an append wait, behind the others or before them."""
+        (self.appends.appendleft if first else self.appends.append)(items)
+        self.logs[items[0].namespace] += 1
+
+    def take(self) -> list[QueuedRecord]:
+        """Remove the first append, and return it. A log of which nothing waits is forgotten: there may be many."""
+        items = self.appends.popleft()
+        self._note_gone(items[0].namespace)
+        return items
+
+    def take_record(self) -> QueuedRecord:
+        """Remove the first record of the first append, and return it."""
+        item = self.appends[0].pop(0)
+        if not self.appends[0]:
+            self.appends.popleft()
+            self._note_gone(item.namespace)
+        return item
+
+    def _note_gone(self, namespace: str) -> None:
+        self.logs[namespace] -= 1
+        if not self.logs[namespace]:
+            del self.logs[namespace]
 
 
 class SetAside:
@@ -76,6 +100,8 @@ class SetAside:
         """
         if not self._parts:
             return None
+        if (alone := log_part(namespace)) in self._parts:
+            return alone
         for name, part in self._parts.items():
             if namespace in part.logs:  # even where the log has moved, so that its records keep their order
                 return name
@@ -92,12 +118,9 @@ class SetAside:
             self._make_room()
             breaker = CircuitBreaker(threshold=_REFUSALS if is_log(part) else 1, first_pause=_PAUSE)
             held = _Part(breaker)
-            if is_log(part):
-                held.logs.add(part.removeprefix(_LOG))
         self._parts[part] = held  # the latest is the last
         if items:
-            held.logs.add(items[0].namespace)
-            (held.appends.appendleft if first else held.appends.append)(list(items))
+            held.add(list(items), first=first)
             self._count += len(items)
         return held.breaker
 
@@ -124,7 +147,7 @@ class SetAside:
             if not _is_refused(part, held):
                 del self._parts[part]
             return []
-        items = held.appends.popleft()
+        items = held.take()
         self._count -= len(items)
         return items
 
@@ -134,23 +157,19 @@ class SetAside:
 
     def drop_oldest(self) -> QueuedRecord:
         """Remove the record with the lowest number."""
-        waiting = [part.appends for part in self._parts.values() if part.appends]
-        appends = min(waiting, key=lambda appends: appends[0][0].number)
-        item = appends[0].pop(0)
+        waiting = [part for part in self._parts.values() if part.appends]
         self._count -= 1
-        if not appends[0]:
-            appends.popleft()
-        return item
+        return min(waiting, key=lambda part: part.appends[0][0].number).take_record()
 
     def forget(self, session: str) -> list[QueuedRecord]:
         """Remove the records of a session, and return them."""
         gone: list[QueuedRecord] = []
         for part in self._parts.values():
-            appends, part.appends = part.appends, deque()
+            appends, part.appends, part.logs = part.appends, deque(), Counter()
             for append in appends:
                 gone += [item for item in append if item.record.session == session]
                 if kept := [item for item in append if item.record.session != session]:
-                    part.appends.append(kept)
+                    part.add(kept, first=False)
         self._count -= len(gone)
         return gone
 
