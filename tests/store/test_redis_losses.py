@@ -5,11 +5,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 import redis
 
-from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, open_store
+from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, open_store, redis_scripts
 from agentspec.cache.store.redis_losses import LossWatch
 from agentspec.errors import StoreError
 from agentspec.testing.redis_server import RedisServer
@@ -172,6 +173,30 @@ def test_what_was_evicted_is_counted_and_what_was_erased_is_not(
     assert [entry.session for entry in store.read(NS)] == ["c", "c", "c", "b"]
     assert store.losses() == Losses(missing=11)
     assert ["noeviction" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("change", ["trim", "erase"])
+@pytest.mark.parametrize("what", [{}, {"group": "g"}, {"session": "a"}])
+def test_what_goes_while_it_is_read_is_not_missing(
+    store: RedisStore, change: str, what: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log would say that the server evicts records, and ask for another setting."""
+    store.append(NS, [NewEntry("a", b"1", "g"), NewEntry("a", b"2", "g"), NewEntry("b", b"3", "g")])
+    run = store._client.run
+
+    def between(script: str, *args: Any) -> Any:
+        if script == (redis_scripts.BOUNDS if "session" in what else redis_scripts.GATHER):
+            monkeypatch.setattr(store._client, "run", run)
+            if change == "erase":
+                store.erase_session(NS, "a", mark=False)
+            while change == "trim" and store.trim(Retention(records=1)).more:
+                pass
+        return run(script, *args)
+
+    monkeypatch.setattr(store._client, "run", between)
+    assert [entry.payload for entry in store.read(NS, **what)] == ([] if "session" in what else [b"3"])
+    assert store._client.run == run
+    assert store.losses() == Losses()
 
 
 def test_what_is_remembered_of_acknowledged_records_is_bounded(

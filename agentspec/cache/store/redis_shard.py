@@ -160,8 +160,9 @@ class RedisShard:
             found = True
             number, _, payload = element.partition(b" ")
             yield parsed(number), Entry(cursor(parsed(number)), session, payload)
-        if held is not None and not found and low == START and newest != 0:
-            self._missed(records)
+        lacks_all = held is not None and not found and low == START and newest != 0
+        if lacks_all and self._client.command("HGET", f"{self.tag}sessions", session) == held:
+            self._missed(records)  # it was not erased or trimmed meanwhile
 
     def referenced(self, group: str | None, low: Id, newest: int | None) -> Iterator[tuple[Id, Entry]]:
         """Yield the entries of a group, or of the log, as ``session`` does."""
@@ -191,12 +192,26 @@ class RedisShard:
             payloads = {parsed(number): payload for number, _, payload in (row.partition(b" ") for row in found)}
         lost = [one for one in references if one.tombstone is None and one.id not in payloads]
         if lost:
-            marks = self._client.command("HMGET", f"{self.tag}tombstones", *(one.session for one in lost))
-            self._missed(sum(mark is None or parsed(mark) < one.id for one, mark in zip(lost, marks, strict=True)))
+            self._missed(self._count_evicted(lost))
         for one in references:
             payload = payloads.get(one.id) if one.tombstone is None else one.tombstone
             if payload is not None:
                 yield one.id, Entry(cursor(one.id), one.session, payload, one.group)
+
+    def _count_evicted(self, references: Sequence[_Reference]) -> int:
+        """Return how many entries without a payload are neither erased nor trimmed since their references were read."""
+        log = f"{self.tag}log"
+        marks, has_log, *rows = self._client.commands(
+            [
+                ("HMGET", f"{self.tag}tombstones", *(one.session for one in references)),
+                ("EXISTS", log),  # it may have been evicted, too
+                *(("XRANGE", log, wire(one.id), wire(one.id)) for one in references),
+            ]
+        )
+        return sum(
+            (mark is None or parsed(mark) < one.id) and bool(row or not has_log)
+            for one, mark, row in zip(references, marks, rows, strict=True)
+        )
 
     def _log(self, low: Id, newest: int | None) -> Iterator[_Reference]:
         key, start = f"{self.tag}log", b"(" + wire(low)
