@@ -160,6 +160,16 @@ def test_a_machine_that_changes_its_pace_changes_nothing() -> None:
     assert cost.at(1).cost == pytest.approx(machine.true_cost(1), rel=0.25)
 
 
+def test_a_machine_that_never_varied_is_followed_when_it_changes_its_pace() -> None:
+    """Its steps deviate by nothing, so that any other duration would count as a pause."""
+    cost = StepCost()
+    for _ in range(3000):
+        cost.observe(1, 0, 0.01)
+    for _ in range(300):
+        cost.observe(1, 0, 0.02)
+    assert cost.stats()["ms_per_step"] == pytest.approx(20, rel=0.1)
+
+
 def test_a_price_that_changes_is_followed() -> None:
     machine, cost = Machine(0.0002), StepCost()
     machine.run(cost, 1500)
