@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from agentspec.cache.policy import DEFAULT_COST
-from agentspec.server_ext.step import Repetition, Step
+from agentspec.server_ext.fusion import StepModel
+from agentspec.server_ext.step import DraftRows, Repetition, Step
 from tests.timing import cpu
 
 from .plain_engine import TEXT, Engine, Rows
@@ -147,6 +150,24 @@ def test_the_given_price_goes_with_every_step() -> None:
     assert batch.costs == [0.07] * 40
     assert batch.proposer.stats()["verify_cost"]["given"] == 0.07
     assert batch.proposer.stats()["verify_cost"]["steps"] == 0
+
+
+def test_the_time_of_the_draft_model_is_no_part_of_a_steps_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its draft is worth that time is decided apart from this."""
+    batch = Rows()
+    batch.step(("0",))
+    engine, observed = batch.proposer, list[tuple[int, int, float]]()
+
+    def fused(rows: DraftRows, model: StepModel, cost: float, row_seconds: float | None) -> SimpleNamespace:
+        return SimpleNamespace(drafts=rows.draft(engine.cache, cost), seconds=0.004)
+
+    monkeypatch.setattr(engine.fusion, "draft", fused)
+    monkeypatch.setattr(engine.pricing.cost, "observe", lambda *step: observed.append(step))
+    room, none = np.full(1, 8, np.int32), np.zeros(1, np.int32)
+    for model in (cast(StepModel, object()), None, None):
+        step = Step(batch.batch, (), batch.tokens, batch.lengths[:1], room, none, 0, seconds=0.02)
+        engine.propose(step, model)
+    assert observed == [(1, 0, 0.02), (1, 0, pytest.approx(0.016)), (1, 0, 0.02)]
 
 
 def test_the_price_is_measured_where_none_is_given() -> None:
