@@ -270,6 +270,7 @@ class DraftingEngine:
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
         """Do what a step is for, in order: notes, starts and ends, prices, drafts, figures. Raises any error."""
+        model_seconds, self._model_seconds = self._model_seconds, 0.0  # of the step that has ended
         self._begin_periods()
         loading = self._persistence.has_loaded()
         if loading or step.started or self._turnover.has_work():
@@ -285,7 +286,7 @@ class DraftingEngine:
             return _no_drafts(step)
         count = len(step.batch)
         if step.seconds is not None and (model is not None or self.pricing.cost.given is None):
-            self.pricing.cost.observe(count, step.num_draft_tokens, step.seconds - self._model_seconds)
+            self.pricing.cost.observe(count, step.num_draft_tokens, step.seconds - model_seconds)
         allowance = lookup.allowance
         if not self.pricing.is_valid(allowance, self._steps):
             allowance = lookup.allowance = self.pricing.allow(lookup.text_lengths(step), count, self._steps)
@@ -364,7 +365,6 @@ class DraftingEngine:
         lengths, verified = lookup.pick(step.lengths), lookup.pick(step.num_verified_draft_tokens)
         max_draft, cost = lookup.pick(step.max_draft_tokens), lookup.allowance.cost
         rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, work)
-        self._model_seconds = 0.0
         if model is None or self.fusion.disabled:
             return rows.draft(self.cache, cost, row_tokens)
         rows.max_draft_tokens = np.minimum(max_draft, row_tokens, dtype=np.int32)

@@ -10,7 +10,7 @@ import pytest
 
 from agentspec.cache.policy import DEFAULT_COST
 from agentspec.server_ext.fusion import StepModel
-from agentspec.server_ext.step import DraftRows, Repetition, Step
+from agentspec.server_ext.step import Batch, DraftRows, Repetition, Step
 from tests.timing import cpu
 
 from .plain_engine import TEXT, Engine, Rows
@@ -164,9 +164,10 @@ def test_the_time_of_the_draft_model_is_no_part_of_a_steps_price(monkeypatch: py
     monkeypatch.setattr(engine.fusion, "draft", fused)
     monkeypatch.setattr(engine.pricing.cost, "observe", lambda *step: observed.append(step))
     room, none = np.full(1, 8, np.int32), np.zeros(1, np.int32)
-    for model in (cast(StepModel, object()), None, None):
-        step = Step(batch.batch, (), batch.tokens, batch.lengths[:1], room, none, 0, seconds=0.02)
-        engine.propose(step, model)
+    model, others = cast(StepModel, object()), Batch(("unknown",), none)  # whose rows get no drafts
+    for rows, its_model in ((batch.batch, model), (batch.batch, model), (others, None), (batch.batch, None)):
+        step = Step(rows, (), batch.tokens, batch.lengths[:1], room, none, 0, seconds=0.02)
+        engine.propose(step, its_model)
     assert observed == [(1, 0, 0.02), (1, 0, pytest.approx(0.016)), (1, 0, 0.02)]
 
 
