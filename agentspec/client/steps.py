@@ -6,6 +6,7 @@ A loop is a generator. It yields a step that is to be done, and is sent the step
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import threading
 from collections import deque
@@ -122,6 +123,26 @@ def _called(step: Apply) -> Any:
         raise RuntimeError(f"StopIteration: {error}") from error
 
 
+async def _called_in_thread(step: Apply) -> Any:
+    """Return what the function returns in a thread of its own. The thread is a daemon, as those of `_run_together` are.
+
+    Python joins the threads of `asyncio.to_thread`: after Ctrl-C, or a budget's seconds, the program would go on until
+    the tool returns.
+    """
+    future = Future[Any]()
+    future.set_running_or_notify_cancel()  # so the thread may set a result that nobody waits for any more
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            future.set_result(context.run(_called, step))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="agentspec-loop", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
 def _as_error(raised: Exception | SystemExit) -> Exception:
     """Return an error for the loop. A tool or critic may run the model's code, whose exit must not end the program."""
     if isinstance(raised, Exception):
@@ -163,7 +184,7 @@ async def _perform_async(step: Any) -> Any:
             if inspect.iscoroutinefunction(step.function):
                 result = step.function(*step.arguments, **step.options)
             else:
-                result = await asyncio.to_thread(_called, step)
+                result = await _called_in_thread(step)
             return await result if inspect.isawaitable(result) else result
     check_count("at_once", step.at_once)
     free = asyncio.Semaphore(step.at_once)

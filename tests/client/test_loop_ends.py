@@ -30,6 +30,23 @@ threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 client.session("s").best_of("count", 3, lambda reply: 1.0)
 """
 """A program whose calls run when it is interrupted."""
+HANGING = """
+import asyncio, os, signal, sys, threading
+from agentspec import AsyncAgentClient, Budget
+
+def hang(reply):
+    if sys.argv[2] == "interrupted":
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+
+async def main():
+    client = AsyncAgentClient(base_url=sys.argv[1], model="small", api_key="none", store=None)
+    result = await client.session("s").refine("go", hang, budget=Budget(seconds=2))
+    print(result.stopped)
+
+asyncio.run(main())
+"""
+"""An asyncio program whose critic, a plain function, never returns. It is interrupted, or its seconds are spent."""
 
 
 class TestEndingEarly:
@@ -40,6 +57,13 @@ class TestEndingEarly:
             command = [sys.executable, "-c", INTERRUPTED, url]
             ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert ended.stderr.splitlines()[-1] == "KeyboardInterrupt"
+
+    @pytest.mark.parametrize(("how", "said"), [("interrupted", "KeyboardInterrupt"), ("spent", "seconds")])
+    def test_an_asyncio_program_does_not_wait_for_a_function(self, how: str, said: str, server: FakeServer) -> None:
+        """Python joined the function's thread, so the program never ended."""
+        command = [sys.executable, "-c", HANGING, server.url, how]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.stdout + ended.stderr).splitlines()[-1] == said
 
     def test_an_error_of_the_callback_frees_the_session(self, run: Any, server: FakeServer) -> None:
         def stop(progress: Progress) -> None:
