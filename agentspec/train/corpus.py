@@ -207,7 +207,7 @@ def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
     train = _not_empty(_read(data.sources, config, folder / "answers", answer), "sources", data)
     if data.eval_sources:
         held_out = _read(data.eval_sources, config, folder / "held-out-answers", answer)
-        return Corpus(train, _not_empty(held_out, "eval_sources", data))
+        return _apart(train, _not_empty(held_out, "eval_sources", data))
     share = data.train_eval_split[1]
     parts = Corpus(
         train=[conversation for conversation in train if _place(conversation.session) >= share],
@@ -220,6 +220,32 @@ def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
                 "shares, or data.eval_sources"
             )
     return parts
+
+
+def _apart(train: list[Conversation], held_out: list[Conversation]) -> Corpus:
+    """Return the conversations without those to train on of a session that is held out, too.
+
+    Such a session has the same name and the same text, which one source may have to a later turn than the other. The
+    name alone says nothing: the prompts of two files may both be numbered. Raises InvalidInputError if none is left.
+    """
+    texts: dict[str, list[Int32]] = {}
+    for conversation in held_out:
+        texts.setdefault(conversation.session, []).append(conversation.tokens)
+    both = {
+        each.session for each in train if any(_begin_alike(each.tokens, text) for text in texts.get(each.session, ()))
+    }
+    left = [conversation for conversation in train if conversation.session not in both]
+    if not left:
+        raise InvalidInputError(
+            "data.eval_sources: every session of data.sources is in it; give other sessions to measure on, or leave it "
+            "out to hold out a share of data.sources"
+        )
+    return Corpus(left, held_out)
+
+
+def _begin_alike(one: Int32, other: Int32) -> bool:
+    length = min(len(one), len(other))
+    return np.array_equal(one[:length], other[:length])
 
 
 def _not_empty(found: list[Conversation], field: str, data: Data) -> list[Conversation]:
