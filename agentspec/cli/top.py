@@ -118,10 +118,13 @@ class _Rates:
         self._now = now
 
     def of(self, counters: str, name: str) -> str:
-        """Return the rate of a counter, and nothing where it is unknown."""
-        if self._before is None or name not in getattr(self._now, counters):
+        """Return the rate of a counter, and nothing where one of the samples lacks it."""
+        if self._before is None:
             return ""
-        rise = getattr(self._now, counters)[name] - getattr(self._before, counters)[name]
+        now, before = getattr(self._now, counters), getattr(self._before, counters)
+        if name not in now or name not in before:  # as vLLM's /metrics, which may not have answered
+            return ""
+        rise = now[name] - before[name]
         return f"{rise / max(self._now.at - self._before.at, 1e-3):,.1f}"
 
     @property

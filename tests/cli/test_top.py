@@ -280,3 +280,13 @@ def test_rates_are_blank_after_a_restart() -> None:
     assert row(text, "store") == ["writer", "open"]
     for before in (None, sample(10.0, 400, 40)):
         assert row(printed(sample(12.0, 300, 80), before), "decode steps a second") == ["300", "steps"]
+
+
+def test_a_rate_is_blank_where_the_sample_before_lacks_the_counter() -> None:
+    """All tokens since the server's start were shown as those of one interval."""
+    now = sample(12.0, 300, 80)
+    now.totals["generated"] = 1_000_000
+    out = io.StringIO()
+    Console(file=out, width=120).print(draw(now, sample(10.0, 100, 40), URL))
+    assert row(out.getvalue(), "tokens a second") == ["1,000,000", "tokens"]
+    assert row(out.getvalue(), "decode steps a second") == ["100.0", "300", "steps"]
