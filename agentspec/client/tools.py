@@ -100,7 +100,7 @@ def _parameters(name: str, tool: Tool) -> tuple[type[pydantic.BaseModel], dict[s
     fields: dict[str, Any] = {}
     try:
         signature = inspect.signature(tool, eval_str=True)
-    except (NameError, TypeError, ValueError) as error:  # some of C have none; annotations may name what is not there
+    except Exception as error:  # some of C have none; an annotation that is a text may raise anything when it is read
         raise InvalidInputError(f"tools: {name}: its parameters cannot be described: {error}") from error
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

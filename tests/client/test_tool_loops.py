@@ -88,6 +88,15 @@ class TestTools:
         with pytest.raises(InvalidInputError, match="tools: tool: its parameters cannot be described"):
             run("run_tools", "go", [tool])
 
+    @pytest.mark.parametrize("annotation", ["pytest.nothing", "a text", "1 / 0"])
+    def test_an_annotation_that_cannot_be_read_names_its_tool(self, run: Any, annotation: str) -> None:
+        def tool(word: str) -> str:
+            return word
+
+        tool.__annotations__["word"] = annotation
+        with pytest.raises(InvalidInputError, match="tools: tool: its parameters cannot be described"):
+            run("run_tools", "go", [tool])
+
     def test_leaves_no_call_unanswered_when_its_attempts_are_over(self, run: Any, server: FakeServer) -> None:
         server.answers = [calls(("add", '{"a": 2}'))]
         result, messages = run("run_tools", "add", [add], attempts=1)
