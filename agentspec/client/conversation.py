@@ -342,7 +342,7 @@ class Conversation:
 
 
 def _first_turns(history: list[Said], turns: int) -> list[Said]:
-    if not isinstance(turns, int):
+    if isinstance(turns, bool) or not isinstance(turns, int):
         raise InvalidInputError(f"at: a number of turns is needed, not {turns!r}")
     roles = ["assistant", *(said.message["role"] for said in history)]
     begins = [at for at, (before, role) in enumerate(itertools.pairwise(roles)) if role == "user" != before]

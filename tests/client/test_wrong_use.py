@@ -153,7 +153,7 @@ def test_cache_salts_are_checked(server: FakeServer, session: Session) -> None:
     assert server.erased == [] and len(session.messages) == 2
 
 
-@pytest.mark.parametrize("at", ["1", [1], 1.0])
+@pytest.mark.parametrize("at", ["1", [1], 1.0, True])
 def test_a_fork_begins_at_a_number_of_turns(session: Session, at: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"^at: "):
         session.fork(at=at)
