@@ -73,5 +73,5 @@ def _read(text: str | Path) -> str:
         raise InvalidInputError(f"texts: strings, and Path objects that name files, are needed, not {shown(text)}")
     try:
         return text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         raise InvalidInputError(f"texts: {text} cannot be read as UTF-8 text: {error}") from error

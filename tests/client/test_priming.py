@@ -55,7 +55,7 @@ def test_errors_say_what_is_wrong(server: FakeServer, tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(b"\xff\xfe\x00")
     with connect(server, max_retries=0) as client:
         session = client.session("s")
-        for wrong in ("a text", [tmp_path / "image"], [tmp_path / "missing"]):
+        for wrong in ("a text", [tmp_path / "image"], [tmp_path / "missing"], [Path("a\0b")]):
             with pytest.raises(InvalidInputError, match=r"^texts: "):
                 session.prime(wrong)
         server.failures = [413]
