@@ -59,7 +59,9 @@ class AgentsSession:
         """Take back the latest item and return it; None if there is none.
 
         No process reads it again, but its text stays in the store until the session is cleared. Raises StoreError, or
-        SessionConflictError if another client wrote to the session; the item is still there then.
+        SessionConflictError if another client wrote to the session; the item is still there then. A connection that
+        breaks at this moment may leave it out of the store alone: the next call then raises SessionConflictError, and
+        `reload()` reads what is stored.
         """
         await self.load()
         changed = await self._wait_to_end(

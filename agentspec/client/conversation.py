@@ -136,7 +136,7 @@ class Conversation:
         """Put the messages that ``change`` returns in the place of the latest one, here and in the store. May block.
 
         Returns the former message, or None if there is none. The store does it in one step. Raises StoreError and
-        SessionConflictError; nothing was changed then.
+        SessionConflictError; nothing was changed then, unless the store did and could not say so.
         """
         with self._load_lock, self.reserved():
             with self._guard:

@@ -107,7 +107,9 @@ class Outbox:
         self._enqueue(_write(view, said, cut))
 
     def put_now(self, view: ClientView, said: list[Said], cut: int | None, timeout: float) -> None:
-        """Store the messages of one turn behind those queued for the session. Blocks; nothing is tried again.
+        """Store the messages of one turn behind those queued for the session. Blocks.
+
+        A store that is away is tried once more: it may have written them, and only its answer was lost.
 
         Raises StoreError if the store fails or is not reached within ``timeout`` seconds, and SessionConflictError.
         """
@@ -116,7 +118,10 @@ class Outbox:
                 f"session {view.session!r}: nothing was changed, because the store does not answer; try again later"
             )
         try:
-            failed = self._perform(_write(view, said, cut))
+            write = _write(view, said, cut)
+            failed = self._perform(write)
+            if isinstance(failed, StoreUnavailableError):
+                failed = self._perform(write)
         finally:
             self._calling.release()
         if isinstance(failed, StoreError):

@@ -10,6 +10,7 @@ import pytest
 from agentspec import AgentSpecError, AsyncAgentClient, InvalidInputError, SessionConflictError, StoreError
 from agentspec.cache.store import MemoryStore
 from agentspec.client.outbox import NAMESPACE
+from agentspec.errors import StoreUnavailableError
 
 from .fake_server import FakeServer
 from .stores import FailingStore
@@ -129,6 +130,29 @@ async def test_an_item_that_the_store_cannot_take_back_stays(server: FakeServer)
         with pytest.raises(SessionConflictError):
             await session.pop_item()
         assert await session.get_items() == ITEMS[:4]
+
+
+async def test_an_item_is_taken_back_though_the_answer_of_the_store_was_lost(server: FakeServer) -> None:
+    """It stayed here, and what followed was a conflict with another client, of which there was none."""
+
+    class Forgetful(FailingStore):
+        def append(self, *args: Any, **options: Any) -> Any:
+            sequences = super().append(*args, **options)
+            if lost:
+                raise StoreUnavailableError(lost.pop())
+            return sequences
+
+    lost: list[str] = []
+    store = Forgetful()
+    async with connect(server, store=store) as client:
+        session = client.session("s")
+        await session.add_items(ITEMS[:4])
+        lost.append("the answer was lost")
+        assert await session.pop_item() == ITEMS[3]
+        assert not lost and await session.get_items() == ITEMS[:3]
+        await session.add_items(ITEMS[:1])
+        async with connect(server, store=store) as another:
+            assert await another.session("s").get_items() == [*ITEMS[:3], ITEMS[0]]
 
 
 async def test_output_items_of_the_api_are_understood(server: FakeServer) -> None:
