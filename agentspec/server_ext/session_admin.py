@@ -113,8 +113,8 @@ class SessionAdmin:
     def poll(self, job: str) -> dict[str, Any]:
         """Return {} while the job runs, {"value": …, "more": bool}, or {"error": kind, "message": text}.
 
-        A value or an error is told once. With "more" the value is a part, and further polls tell the others. With the
-        end the job is forgotten.
+        A value or an error is told once. With "more" the value is a part, perhaps an empty one, and further polls tell
+        the others. With the end the job is forgotten.
         """
         begun = self._jobs.get(job)
         if begun is None:
@@ -122,14 +122,16 @@ class SessionAdmin:
         begun.asked = time.monotonic()
         if begun.futures and not all(future.done() for future in begun.futures):
             return {}
-        answer = _answer(begun.futures) if begun.futures else {"value": [], "more": True}
-        if not answer.get("more"):
-            del self._jobs[job]
-            return answer
-        begun.futures = ()
+        answer: dict[str, Any] = {}
+        if begun.futures:
+            answer = _answer(begun.futures)
+            if not answer.get("more"):
+                del self._jobs[job]
+                return answer
+            begun.futures = ()
         with contextlib.suppress(StoreUnavailableError):  # too many jobs wait; the next poll tries again
             begun.futures = (self._persistence.submit(lambda _: _next_slice(begun), begun.owner),)
-        return answer if answer["value"] else {}
+        return answer
 
     def erased_elsewhere(self, tenant: str | None, session: str) -> None:
         """Remove a session here that another process has erased in the store. Any thread may call it."""

@@ -343,6 +343,24 @@ def test_a_long_list_or_export_lets_the_questions_of_others_between(
     assert len(found) == (4 if what == "read" else 1) and admin._jobs == {}
 
 
+def test_a_list_goes_on_while_it_finds_sessions_of_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is for a store that does not answer. Each part that was read is progress, whatever is in it."""
+    server = start(ADA, BOB, engines=1, tenant="team")
+    server.say(server.identity(ADA, "one"))
+    for number in range(8):
+        server.say(server.identity(BOB, str(number)))
+
+    class Slow(RecordReader):
+        def read(self, *args: Any, **options: Any) -> Iterator[Any]:
+            time.sleep(0.1)
+            yield from super().read(*args, **options)
+
+    monkeypatch.setattr(session_admin, "RecordReader", Slow)
+    monkeypatch.setattr(session_admin, "_SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(session_routes, "_WAIT_SECONDS", 0.4)
+    assert server.listed(ADA) == ["one"]
+
+
 def test_an_engine_is_asked_while_another_takes_its_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer was forgotten: an asker that says nothing for seconds counts as gone."""
     monkeypatch.setattr(session_routes, "_WAIT_SECONDS", 2.0)
