@@ -25,6 +25,7 @@ INTERRUPTED = """
 import os, signal, sys, threading
 from agentspec import AgentClient
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
 client = AgentClient(base_url=sys.argv[1], model="small", api_key="none", store=None)
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 client.session("s").best_of("count", 3, lambda reply: 1.0)
@@ -33,6 +34,8 @@ client.session("s").best_of("count", 3, lambda reply: 1.0)
 HANGING = """
 import asyncio, os, signal, sys, threading
 from agentspec import AsyncAgentClient, Budget
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
 
 def hang(reply):
     if sys.argv[2] == "interrupted":
