@@ -17,8 +17,10 @@ from tests.server_ext.slow_rows import PROMPT, ROWS, Rows
 
 
 @pytest.fixture
-def rows() -> Iterator[Rows]:
+def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rows]:
+    """Rows whose groups and sessions are never loaded: a step that has to apply what was loaded does fewer ends."""
     made = Rows()
+    monkeypatch.setattr(made.persistence, "has_loaded", lambda: False)
     yield made
     made.engine.close()
 
@@ -74,10 +76,7 @@ def test_what_ended_before_new_weights_is_kept_before_them(rows: Rows, note: str
     assert kept == [3]
 
 
-def test_requests_begin_before_others_end_unless_their_session_waits_for_that(
-    rows: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows.persistence, "has_loaded", lambda: False)  # or a step that applies it leaves an end
+def test_requests_begin_before_others_end_unless_their_session_waits_for_that(rows: Rows) -> None:
     rows.begin("a0", session="s")
     rows.begin("b1")
     rows.end("a0")
