@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import threading
 from collections import deque
@@ -95,15 +96,12 @@ def _run_together(step: Together) -> None:
     waiting = deque((steps, Future[None]()) for steps in step.loops)
 
     def run() -> None:
-        while waiting:
+        while True:
             try:
                 steps, future = waiting.popleft()
-            except IndexError:  # another thread has taken the last one
+            except IndexError:  # there is none left
                 return
-            try:
-                future.set_result(_drive(steps))
-            except BaseException as error:
-                future.set_exception(error)
+            _settle(future, functools.partial(_drive, steps))
 
     futures = [future for _, future in waiting]
     try:
@@ -131,16 +129,17 @@ async def _called_in_thread(step: Apply) -> Any:
     """
     future = Future[Any]()
     future.set_running_or_notify_cancel()  # so the thread may set a result that nobody waits for any more
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            future.set_result(context.run(_called, step))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="agentspec-loop", daemon=True).start()
+    call = functools.partial(contextvars.copy_context().run, _called, step)
+    threading.Thread(target=_settle, args=(future, call), name="agentspec-loop", daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+def _settle(future: Future[T], call: Callable[[], T]) -> None:
+    """Call a function in a thread, and put its result or its error into the future."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _as_error(raised: Exception | SystemExit) -> Exception:

@@ -120,7 +120,7 @@ class SessionAdmin:
         if begun is None:
             return _failure(StoreUnavailableError("the answer was not fetched in time and is forgotten; ask again"))
         begun.asked = time.monotonic()
-        if begun.futures and not all(future.done() for future in begun.futures):
+        if not all(future.done() for future in begun.futures):
             return {}
         answer: dict[str, Any] = {}
         if begun.futures:
