@@ -62,6 +62,8 @@ class KeptTurns:
         turns: all known turns of the session, in order. Any thread may call it. Raises as `restore` does, and
         InvalidInputError unless the turns name one session of one tenant.
         """
+        if not isinstance(turns, Sequence) or not all(isinstance(turn, FinishedTurn) for turn in turns):
+            raise InvalidInputError("turns: give a sequence of FinishedTurn")
         if len({(turn.tenant, turn.session) for turn in turns}) != 1 or turns[0].session is None:
             raise InvalidInputError("turns: give those of one session")
         prepared = self._core.prepare(key_of(turns[0].tenant, turns[0].session))

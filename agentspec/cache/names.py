@@ -5,7 +5,7 @@ from typing import overload
 
 from agentspec.cache.types import SCOPES, FinishedTurn, Scope
 from agentspec.errors import InvalidInputError
-from agentspec.identifiers import check_ids
+from agentspec.identifiers import check_ids, check_session_id
 
 UNNAMED_TENANT = ""
 """The core's name for the tenant of all requests that name no tenant."""
@@ -29,7 +29,8 @@ def name_in(tenant: str | None, key: str) -> str:
 
 def session_key(tenant: str | None, session: str) -> str:
     """Return the core's key of a session. Raises InvalidSessionError for a name that cannot be used."""
-    check_ids(session=session, tenant=tenant)
+    check_session_id(session)
+    check_ids(tenant=tenant)
     return key_of(tenant, session)
 
 
@@ -67,7 +68,9 @@ class Names:
 
     @classmethod
     def of(cls, turn: FinishedTurn) -> "Names":
-        """Return the names of a turn. Raises InvalidSessionError and InvalidInputError."""
+        """Return the names of a turn. Raises InvalidSessionError, and InvalidInputError also for what is no turn."""
+        if not isinstance(turn, FinishedTurn):
+            raise InvalidInputError(f"turn: give a FinishedTurn, not {type(turn).__name__}")
         check_ids(owner=turn.owner)
         return cls(turn.session, turn.group, turn.tenant, turn.scope, turn.family)
 

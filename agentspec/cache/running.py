@@ -7,7 +7,7 @@ import numpy as np
 
 from agentspec.cache.names import Names
 from agentspec.cache.types import Int32Array
-from agentspec.errors import DuplicateRequestError, UnknownRequestError
+from agentspec.errors import DuplicateRequestError, InvalidInputError, UnknownRequestError
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,9 @@ class RequestSlots:
         self._epoch = object()  # replaced when a request ends, because another request may get its slot
 
     def check_new(self, request_id: str) -> None:
-        """Raise DuplicateRequestError if a request of this id runs."""
+        """Raise DuplicateRequestError if a request of this id runs, and InvalidInputError for what is no id."""
+        if not isinstance(request_id, str):
+            raise InvalidInputError(f"request_id={request_id!r}: give a string")
         if request_id in self._by_id:
             raise DuplicateRequestError(f"request_id {request_id!r} is already running: finish or abort it first")
 
@@ -61,7 +63,7 @@ class RequestSlots:
 
     def get(self, request_id: str) -> RunningRequest:
         """Return a request. Raises UnknownRequestError if it is not running."""
-        running = self._by_id.get(request_id)
+        running = self._by_id.get(request_id) if isinstance(request_id, str) else None
         if running is None:
             raise _unknown(request_id)
         return running
@@ -72,11 +74,12 @@ class RequestSlots:
         self._free.append(self._by_id.pop(request_id).slot)
 
     def batch(self, request_ids: Sequence[str]) -> BatchHandle:
-        """Return a handle of running requests. Raises UnknownRequestError."""
-        return BatchHandle(tuple(request_ids), self._look_up(request_ids), self._epoch)
+        """Return a handle of running requests. Raises UnknownRequestError, and InvalidInputError for no sequence."""
+        slots = self._look_up(request_ids)
+        return BatchHandle(tuple(request_ids), slots, self._epoch)
 
     def slots_of(self, requests: BatchHandle | Sequence[str]) -> Int32Array:
-        """Return the slots of running requests, int32 [n]. Raises UnknownRequestError."""
+        """Return the slots of running requests, int32 [n]. Raises as `batch` does."""
         if not isinstance(requests, BatchHandle):
             return self._look_up(requests)
         if requests.epoch is not self._epoch:
@@ -89,6 +92,8 @@ class RequestSlots:
             return np.array([self._by_id[request_id].slot for request_id in request_ids], np.int32)
         except KeyError as error:
             raise _unknown(error.args[0]) from None
+        except TypeError:  # no sequence, or one of what no dictionary takes as a key
+            raise InvalidInputError(f"request_ids: give a sequence of ids, or a handle, not {request_ids!r}") from None
 
 
 def _unknown(request_id: str) -> UnknownRequestError:

@@ -206,7 +206,7 @@ class SuffixCache(KeptTurns):
 
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
         """
-        if len(request_ids) == 1 and type(max_draft) is int:
+        if isinstance(request_ids, (BatchHandle, list, tuple)) and len(request_ids) == 1 and type(max_draft) is int:
             ids = request_ids.request_ids if isinstance(request_ids, BatchHandle) else request_ids
             return [self._propose_one(ids[0], max_draft, self._cost(cost))]
         slots = self._running.slots_of(request_ids)

@@ -32,7 +32,7 @@ def prime_texts(texts: Sequence[str | Path], cache_salt: str | None) -> Iterator
     part: list[str] = []
     size = 0
     for text in map(_read, texts):
-        length = len(text.encode())
+        length = len(json.dumps(text, ensure_ascii=False).encode())  # escapes count in the limit of a body, too
         if part and (size + length > _BODY_BYTES or len(part) == _BODY_TEXTS):
             yield _request({"texts": part}, cache_salt)
             part, size = [], 0
@@ -72,6 +72,7 @@ def _read(text: str | Path) -> str:
     if not isinstance(text, Path):
         raise InvalidInputError(f"texts: strings, and Path objects that name files, are needed, not {shown(text)}")
     try:
-        return text.read_text(encoding="utf-8")
+        with text.open(encoding="utf-8", newline="") as file:  # its line ends are a part of the text
+            return file.read()
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         raise InvalidInputError(f"texts: {text} cannot be read as UTF-8 text: {error}") from error

@@ -127,6 +127,44 @@ def test_request_ids() -> None:
     cache.start("r", [1])
 
 
+@pytest.mark.parametrize("wrong", [["r"], {}, np.zeros((2, 2)), None, 7])
+def test_what_is_no_request_id(wrong: Any) -> None:
+    cache = SuffixCache()
+    cache.start("r", [1])
+    for call in (cache.finish, cache.abort, cache.candidates, cache.family_of, lambda name: cache.extend(name, [1])):
+        with pytest.raises(UnknownRequestError, match="is not running"):
+            call(wrong)
+    with pytest.raises(InvalidInputError, match=r"^request_id="):
+        cache.start(wrong, [1])
+    for of_several in (cache.batch, lambda ids: cache.propose(ids, 1)):
+        with pytest.raises((InvalidInputError, UnknownRequestError), match=r"^request_ids: give|is not running"):
+            of_several([wrong])
+    assert cache.stats().requests == 1
+
+
+@pytest.mark.parametrize("wrong", [None, 7, object()])
+def test_what_is_no_sequence_of_ids(wrong: Any) -> None:
+    cache = SuffixCache()
+    for call in (cache.batch, lambda ids: cache.propose(ids, 1)):
+        with pytest.raises(InvalidInputError, match=r"^request_ids: give a sequence of ids"):
+            call(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, 7, "turn", {"session": "s"}])
+def test_what_is_no_turn(wrong: Any) -> None:
+    cache = SuffixCache()
+    for call in (cache.restore, cache.learn_from, lambda turn: cache.prepare([turn])):
+        with pytest.raises(InvalidInputError, match=r"^turns?: give"):
+            call(wrong)
+
+
+def test_a_session_that_is_not_named() -> None:
+    cache = SuffixCache()
+    for call in (cache.has_session, cache.free_session, cache.remove_session):
+        with pytest.raises(InvalidSessionError, match=r"^session: must be a string, got NoneType"):
+            call(None, None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["", "x" * 257, "a\nb", "a\x00b", 7])
 def test_session_names(name: Any) -> None:
     cache = SuffixCache()

@@ -25,7 +25,7 @@ def primings(server: FakeServer) -> list[Received]:
 
 
 def test_a_session_and_files_are_primed(server: FakeServer, tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("def a(): ...\n")
+    (tmp_path / "a.py").write_bytes(b"def a(): ...\r\n")
     with connect(server) as client:
         session = client.session("fix/42")
         assert session.prime() == 0 and not primings(server), "it has nothing to say"
@@ -35,7 +35,7 @@ def test_a_session_and_files_are_primed(server: FakeServer, tmp_path: Path) -> N
     history, files = primings(server)
     assert history.path == files.path == "/v1/agentspec/sessions/fix%2F42"
     assert history.body == {"version": 1, "messages": TURN} and "x-cache-salt" not in history.headers
-    assert files.body == {"version": 1, "texts": ["some text", "def a(): ...\n"]}
+    assert files.body == {"version": 1, "texts": ["some text", "def a(): ...\r\n"]}, "line ends are as in the file"
     assert files.headers["x-cache-salt"] == "Salz%202%C3%A9"
 
 
@@ -49,6 +49,15 @@ def test_many_texts_come_in_several_requests(server: FakeServer, monkeypatch: py
     with connect(server) as client:
         assert client.session("short").prime([str(i) for i in range(7)]) == 7
     assert [len(request.body["texts"]) for request in primings(server)[4:]] == [3, 3, 1]
+
+
+def test_a_request_is_as_short_as_servers_take_it_also_in_json(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.client.priming._BODY_BYTES", 100)
+    with connect(server) as client:
+        assert client.session("s").prime(["\x1b" * 10] * 3) == 3
+    assert [len(request.body["texts"]) for request in primings(server)] == [1, 1, 1], "62 bytes each, as JSON"
 
 
 def test_errors_say_what_is_wrong(server: FakeServer, tmp_path: Path) -> None:
