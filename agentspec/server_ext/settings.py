@@ -147,9 +147,9 @@ class Settings(BaseModel):
     retention_days: float | None = Field(default=30.0, gt=0.0, le=36_500.0)
     """Age at which stored turns are removed from the store, in days. None: no limit."""
     retention_bytes: int | None = Field(default=2 << 30, ge=1_000_000, le=_MOST_BYTES)
-    """Size of the store beyond which its oldest turns are removed, in bytes. None: no limit."""
+    """Bytes of the store beyond which its oldest turns are removed, those of small tenants last. None: no limit."""
     retention_records: int | None = Field(default=None, ge=1, le=1_000_000_000_000)
-    """Number of stored turns beyond which the oldest are removed. None: no limit."""
+    """Number of stored turns beyond which the oldest are removed, those of small tenants last. None: no limit."""
     preload_records: int = Field(default=2_000, ge=0, le=1_000_000)
     """Number of a tenant's newest stored turns to read: at start or at its first request."""
     preload_timeout: float = Field(default=10.0, ge=0.0, le=600.0)

@@ -45,21 +45,50 @@ def test_retention_by_records_keeps_the_newest(store: Store) -> None:
 
 
 def test_retention_takes_the_oldest_whichever_log_they_are_in(store: Store) -> None:
-    for number in range(60):
-        log = "rare" if number % 20 == 0 else f"log-{number % 3}"
-        store.append(log, [NewEntry(f"s{number % 7}", number.to_bytes(2))])
-        time.sleep(0.002)  # Redis knows milliseconds
     logs = ["rare", *(f"log-{number}" for number in range(3))]
+
+    def add(numbers: range) -> None:
+        for number in numbers:
+            log = "rare" if number % 5 == 0 else f"log-{number % 3}"
+            store.append(log, [NewEntry(f"s{number % 7}", number.to_bytes(2))])
+            time.sleep(0.002)  # Redis knows milliseconds
 
     def left() -> list[int]:
         return sorted(int.from_bytes(entry.payload) for log in logs for entry in store.read(log))
 
+    add(range(60))
     assert trim(store, Retention(records=35)) == 25
     assert left() == list(range(25, 60))
-    store.append("log-0", [NewEntry("s", number.to_bytes(2)) for number in range(60, 400)])
+    add(range(60, 400))
     assert trim(store, Retention(records=300)) == 75
     assert left() == list(range(100, 400))
     assert trim(store, Retention(records=0)) == 300
+
+
+def test_a_log_that_grows_without_end_takes_nothing_from_small_ones(store: Store) -> None:
+    """Whoever writes ten times what the store may hold loses their own history, and not that of others."""
+    cursors = {f"small-{number}": store.append(f"small-{number}", [NewEntry("s", b"x")] * 5) for number in range(20)}
+    time.sleep(0.002)  # Redis knows milliseconds
+    for removed in (100, *[300] * 9):
+        store.append("endless", [NewEntry("s", b"x")] * 300)
+        assert trim(store, Retention(records=300)) == removed
+    assert len(list(store.read("endless"))) == 200 and store.history("endless", "") == "trimmed"
+    for log, entries in cursors.items():
+        assert [entry.sequence for entry in store.read(log)] == entries
+        assert store.history(log, "") == store.history(log, entries[2]) == "whole"
+    time.sleep(0.002)
+    assert trim(store, Retention(days=0.0, records=300)) == 300, "age spares nobody"
+
+
+def test_small_logs_are_trimmed_once_they_hold_what_others_do(store: Store) -> None:
+    for number, size in enumerate((4, 100, 8)):
+        store.append(f"log-{number}", [NewEntry("s", b"x")] * size)
+        time.sleep(0.002)  # Redis knows milliseconds
+    held = []
+    for limit in (60, 30, 24, 12, 2):
+        trim(store, Retention(records=limit))
+        held.append([len(list(store.read(f"log-{number}"))) for number in range(3)])
+    assert held == [[4, 48, 8], [4, 18, 8], [4, 12, 8], [0, 4, 8], [0, 0, 2]]
 
 
 def test_retention_spares_what_is_newer_than_the_oldest_of_a_third_log(store: Store) -> None:

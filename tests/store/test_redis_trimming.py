@@ -1,5 +1,6 @@
 """Retention in Redis: what is removed and counted, and the index by which trimming finds the logs."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,20 @@ def test_the_limits_cost_what_the_logs_beyond_them_do(store: RedisStore, monkeyp
     assert store.usage().records == 797
     assert [len(list(store.read(f"{NS}.{number:03d}"))) for number in range(3)] == [0, 1, 2]
     assert calls(store, store.usage, monkeypatch) < 3
+
+
+def test_so_many_small_logs_are_spared_and_no_more(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else a search for old entries would pass over all logs of a server, however many they are."""
+    for number in range(40):
+        store.append(f"{NS}.{number:02d}", [NewEntry("s", b"x")])
+    time.sleep(0.002)
+    store.append(f"{NS}.large", [NewEntry("s", b"x")] * 100)
+    monkeypatch.setattr("agentspec.cache.store.redis_index._AGE_PAGE", 16)
+    assert store.trim(Retention(records=139)).records == 1
+    assert len(list(store.read(f"{NS}.large"))) == 99
+    monkeypatch.setattr("agentspec.cache.store.redis_index._MOST_SPARED", 32)
+    assert store.trim(Retention(records=138)).records == 1
+    assert len(list(store.read(f"{NS}.large"))) == 99 and list(store.read(f"{NS}.00")) == []
 
 
 def test_the_index_of_logs_comes_back_after_it_was_lost(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,7 +342,7 @@ def test_an_erasure_is_incomplete_while_another_process_reads_the_old_state(tmp_
 def test_the_file_shrinks_when_it_is_trimmed(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SQLiteStore(path)
-    for number in range(1200):
+    for number in range(1400):
         store.append(NS, [NewEntry(f"s{number % 50}", bytes([number % 256]) * 9_000)])
     limit = 1 << 20
     assert path.stat().st_size > 10 * limit
@@ -350,6 +350,41 @@ def test_the_file_shrinks_when_it_is_trimmed(tmp_path: Path) -> None:
         pass
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1.4 * limit
     assert len(list(store.read(NS))) > 80
+
+
+def test_a_file_of_an_earlier_release_gets_what_it_lacks(tmp_path: Path) -> None:
+    """Earlier releases kept no account of each log, and took the oldest entries of all."""
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        cursors = store.append("log", [NewEntry("s", b"x")] * 9) + store.append("other", [NewEntry("s", b"x")] * 3)
+    with closing(sqlite3.connect(path)) as old:
+        for what in ("TRIGGER entry_added", "TRIGGER entry_removed", "TABLE logs"):
+            old.execute(f"DROP {what}")
+        old.execute("DELETE FROM entries WHERE sequence <= 4")
+        old.commit()
+    with closing(SQLiteStore(path)) as store, closing(SQLiteStore(path)) as second:
+        assert store.usage().records == second.usage().records == 8
+        assert [store.history(log, cursors[at]) for log in ("log", "other") for at in (2, 3)] == [
+            "trimmed",
+            "whole",
+        ] * 2
+        assert store.trim(Retention(records=6)).records == 2
+        assert [second.history("log", cursors[at]) for at in (4, 5)] == ["trimmed", "whole"]
+        assert second.history("other", cursors[3]) == "whole"
+
+
+def test_logs_that_are_empty_take_no_room(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        newest = [store.append(f"log-{number}", [NewEntry("s", b"x")] * 2)[-1] for number in range(200)]
+        store.erase_session("log-7", "s", mark=False)
+        while store.trim(Retention(records=1)).more:
+            pass
+        assert [store.history("log-5", cursor) for cursor in ("", newest[4], newest[198])] == ["trimmed"] * 2 + [
+            "whole"
+        ]
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT namespace, records FROM logs").fetchall() == [("", 0), ("log-199", 1)]
 
 
 def test_a_file_of_the_first_schema_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:

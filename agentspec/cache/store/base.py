@@ -221,6 +221,7 @@ class Store(Protocol):
     def trim(self, retention: Retention) -> Trimmed:
         """Remove one slice of the oldest entries beyond the limits, of all namespaces together, and free their space.
 
+        What is beyond the limits in bytes or records is taken from namespaces that hold at least half of the mean one.
         A slice is SLICE_ENTRIES or about SLICE_BYTES at most. Call it again while it says that there is more.
         """
         ...

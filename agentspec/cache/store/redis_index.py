@@ -26,6 +26,8 @@ _LONGEST_PAUSE = 30.0  # after writes that failed
 _MOST_CHANGED = 65_536  # shards whose state waits to be written; the audit finds the others
 _AUDIT_SECONDS = 1.0
 _AUDIT_PAGE = 64
+_AGE_PAGE = 512  # shards that a search for old entries looks at at once,
+_MOST_SPARED = 4_096  # and at most
 
 _NOTE = """
 -- KEYS: ages, sizes, totals. ARGV: for each shard its name, entries, bytes, sessions, milliseconds of its oldest entry
@@ -152,10 +154,20 @@ class LogIndex:
     def oldest(self, count: int) -> list[tuple[int, str]]:
         """Return the shards with the oldest entries, and the milliseconds of these, oldest first."""
         self.flush()
-        found = self._client.command("ZRANGE", self._ages, 0, count - 1, "WITHSCORES")
-        if found and isinstance(found[0], bytes):  # names and ages in turn
-            found = list(zip(found[::2], found[1::2], strict=True))
-        return [(int(float(age)), name.decode()) for name, age in found]
+        return self._by_age(0, count)
+
+    def oldest_of_larger(self, count: int) -> list[tuple[int, str]]:
+        """Return the same, but no shard that holds less than half of the mean one, unless the oldest 4,096 all do."""
+        size = self.totals().bytes
+        least = size / 2 / max(1, self._client.command("HLEN", self._sizes))
+        found: list[tuple[int, str]] = []
+        for begin in range(0, _MOST_SPARED, _AGE_PAGE):
+            page = self._by_age(begin, _AGE_PAGE)
+            sizes = self._client.command("HMGET", self._sizes, *(name for _, name in page)) if page else []
+            found += [one for one, held in zip(page, sizes, strict=True) if not held or int(held.split()[1]) >= least]
+            if len(page) < _AGE_PAGE or len(found) >= count:
+                break
+        return found[:count] or self._by_age(0, count)
 
     def doom(self, name: str) -> None:
         """Note that a shard's erased sessions are about to be removed."""
@@ -182,6 +194,12 @@ class LogIndex:
     def remove(self, namespace: str) -> None:
         """Remove a log from the list of all."""
         self._client.command("SREM", self._names, namespace)
+
+    def _by_age(self, begin: int, count: int) -> list[tuple[int, str]]:
+        found = self._client.command("ZRANGE", self._ages, begin, begin + count - 1, "WITHSCORES")
+        if found and isinstance(found[0], bytes):  # names and ages in turn
+            found = list(zip(found[::2], found[1::2], strict=True))
+        return [(int(float(age)), name.decode()) for name, age in found]
 
     def _add(self, name: str, state: ShardState) -> None:
         held = self._changed.get(name)

@@ -24,9 +24,9 @@ class _Slice:
 
     cutoff: int
     """Time up to which all entries go, in milliseconds since the epoch; -1: none."""
-    records: int
+    records: int = 0
     """How many entries have to go besides, the oldest first."""
-    bytes: int
+    bytes: int = 0
     """How many bytes have to go besides."""
     removed: int = 0
     """Entries that went."""
@@ -91,7 +91,7 @@ class Trimming:
         held = Usage(0, 0) if retention.records is None and retention.bytes is None else self.usage()
         count = 0 if retention.records is None else held.records - retention.records
         size = 0 if retention.bytes is None else held.bytes - retention.bytes
-        removed = self._trim_oldest(_Slice(cutoff, count, size))
+        removed = self._trim_oldest(_Slice(cutoff), count, size)
         return Trimmed(removed, removed > 0)
 
     def _sweep(self) -> bool:
@@ -135,13 +135,26 @@ class Trimming:
                 logger.debug("agentspec: a log could not be looked at: %s", error)
             courtesy.pause()
 
-    def _trim_oldest(self, piece: "_Slice") -> int:
-        """Remove the oldest entries of all logs together, as far as ``piece`` goes. Return their number.
+    def _trim_oldest(self, piece: _Slice, records: int, size: int) -> int:
+        """Remove what is too old, and then so many entries and bytes of the larger logs. Return how many went.
 
         A node that does not answer keeps its logs for now.
         """
-        oldest = self._index.oldest(SLICE_ENTRIES) if piece.takes(0) else []  # a heap of (time, log)
         away: dict[str, StoreUnavailableError] = {}  # by part of the store
+        if piece.cutoff >= 0:
+            self._remove(piece, self._index.oldest(SLICE_ENTRIES), away)
+        piece.cutoff, piece.records, piece.bytes = -1, piece.records + records, piece.bytes + size
+        if piece.takes(0):
+            self._remove(piece, self._index.oldest_of_larger(SLICE_ENTRIES), away)
+        if away and not piece.removed:
+            raise next(iter(away.values()))
+        return piece.removed
+
+    def _remove(self, piece: _Slice, oldest: list[tuple[int, str]], away: dict[str, StoreUnavailableError]) -> None:
+        """Remove the oldest entries of these logs together, as far as ``piece`` goes.
+
+        oldest: a heap of the times of the logs' oldest entries, and their names. away: errors of parts of the store.
+        """
         while oldest and piece.takes(oldest[0][0]):
             written, name = oldest[0]
             next_log = min((head for head, _ in oldest[1:3]), default=None)
@@ -161,9 +174,6 @@ class Trimming:
                 heapq.heapreplace(oldest, (state.oldest, name))
             else:
                 heapq.heappop(oldest)
-        if away and not piece.removed:
-            raise next(iter(away.values()))
-        return piece.removed
 
     def _shard(self, name: str) -> RedisShard:
         """Return the shard of this name in the index."""

@@ -37,12 +37,14 @@ from agentspec.cache.store.codec import encode
 from agentspec.cache.store.courtesy import Courtesy
 from agentspec.cache.store.records import EraseRecord
 from agentspec.cache.store.sqlite_entries import (
-    beyond_limits,
     cursor_of,
     delete,
     insert,
+    last_trimmed,
     newest_of,
+    records_held,
     sequence_of,
+    trim_slice,
 )
 from agentspec.cache.store.sqlite_file import (
     BESIDE,
@@ -156,14 +158,13 @@ class _Database:
 
     def history(self, namespace: str, after: str) -> History:
         check_namespace(namespace)
-        query = "SELECT (SELECT min(sequence) FROM entries), (SELECT seq FROM sqlite_sequence WHERE name = 'entries')"
         with self._read() as connection:
-            oldest, last = connection.execute(query).fetchone()
-        cursor, last = sequence_of("after", after), last or 0
+            (last,) = connection.execute("SELECT total(seq) FROM sqlite_sequence WHERE name = 'entries'").fetchone()
+            trimmed = last_trimmed(connection, namespace)
+        cursor = sequence_of("after", after)
         if cursor > last:  # of a file that was here before
             return "lost"
-        # Trimming removes the oldest entries of all logs, so any log may have lost what is older than the oldest one.
-        return "whole" if cursor >= (last if oldest is None else oldest - 1) else "trimmed"
+        return "whole" if cursor >= trimmed else "trimmed"
 
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
         # Each step of the recursion is a search in the index of namespaces, so that a long log costs no more.
@@ -209,14 +210,12 @@ class _Database:
 
     def usage(self) -> Usage:
         with self._read() as connection:
-            (records,) = connection.execute("SELECT count(*) FROM entries").fetchone()
-            return Usage(records, pragma(connection, "page_count") * PAGE_SIZE)
+            return Usage(records_held(connection), pragma(connection, "page_count") * PAGE_SIZE)
 
     def trim(self, retention: Retention) -> Trimmed:
         with self._write() as connection:
             with transaction(connection):
-                query = beyond_limits(connection, retention)
-                removed = delete(connection, query) if query else 0
+                removed = trim_slice(connection, retention)
             if removed:
                 self._trimmed = True
                 return Trimmed(removed, True)
@@ -359,9 +358,8 @@ class MemoryStore(_Database):
 
     def _make_room(self, connection: sqlite3.Connection) -> None:
         retention = Retention(bytes=self._max_bytes)
-        while query := beyond_limits(connection, retention):
-            if delete(connection, query) == 0:
-                break
+        while trim_slice(connection, retention):
+            pass
         self.held_bytes = pragma(connection, "page_count") * PAGE_SIZE
 
 

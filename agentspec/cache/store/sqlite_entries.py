@@ -4,10 +4,11 @@ import sqlite3
 import time
 
 from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, NewEntry, Retention, bad_cursor, cursor_number
-from agentspec.cache.store.sqlite_file import OVERFLOW, PAGE_SIZE, padded, pragma
+from agentspec.cache.store.sqlite_file import OVERHEAD, PAGE_SIZE, padded, pragma
 
-Query = tuple[str, tuple[str | int | float, ...]]
-"""An SQL query that selects sequences, and its values."""
+Values = tuple[str | int | float, ...]
+Query = tuple[str, Values]
+"""A part of an SQL query, and its values."""
 
 _SEQUENCES = 2**63
 """One more than SQLite's largest integer."""
@@ -33,35 +34,72 @@ def delete(connection: sqlite3.Connection, query: Query) -> int:
     return connection.execute(f"DELETE FROM entries WHERE sequence IN ({sequences})", values).rowcount
 
 
-def beyond_limits(connection: sqlite3.Connection, retention: Retention) -> Query | None:
-    """Return a query for a slice of the oldest entries beyond the limits; None if all entries are within them."""
+def trim_slice(connection: sqlite3.Connection, retention: Retention) -> int:
+    """Delete a slice of the oldest entries beyond the limits, and note how far each log is trimmed. Return its size."""
+    found = _beyond_limits(connection, retention)
+    if found:
+        connection.executemany("UPDATE logs SET trimmed = max(trimmed, ?) WHERE namespace = ?", found)
+        for table in ("payloads", "entries"):
+            connection.executemany(f"DELETE FROM {table} WHERE sequence = ?", [(sequence,) for sequence, _ in found])
+        of_empty = "SELECT max(trimmed) FROM logs WHERE records = 0"
+        connection.execute(f"UPDATE logs SET trimmed = ({of_empty}) WHERE namespace = ''")
+        connection.execute("DELETE FROM logs WHERE records = 0 AND namespace <> ''")
+    return len(found)
+
+
+def records_held(connection: sqlite3.Connection) -> int:
+    """Return the number of entries."""
+    (records,) = connection.execute("SELECT ifnull(sum(records), 0) FROM logs").fetchone()
+    return int(records)
+
+
+def last_trimmed(connection: sqlite3.Connection, namespace: str) -> int:
+    """Return the last sequence that retention may have removed from a log; 0: it removed nothing."""
+    query = "SELECT max(trimmed) FROM logs WHERE namespace IN ('', ?)"
+    (sequence,) = connection.execute(query, (namespace,)).fetchone()
+    return int(sequence)
+
+
+def _beyond_limits(connection: sqlite3.Connection, retention: Retention) -> list[tuple[int, str]]:
+    """Return sequence and log of a slice of the oldest entries beyond the limits; none if all are within them."""
     if retention.days is not None:
-        too_old, cutoff = "entries WHERE created < ? ORDER BY created", time.time() - retention.days * 86_400
-        if count := _first_within(connection, SLICE_BYTES, too_old, cutoff):
-            return f"SELECT sequence FROM {too_old} LIMIT ?", (cutoff, count)
+        cutoff = time.time() - retention.days * 86_400
+        if too_old := _first(connection, "entries WHERE created < ? ORDER BY created", (cutoff,), SLICE_ENTRIES, 0):
+            return too_old
     count = size = 0
     if retention.records is not None:
-        (held,) = connection.execute("SELECT count(*) FROM entries").fetchone()
-        count = held - retention.records
+        count = records_held(connection) - retention.records
     if retention.bytes is not None:
         size = (pragma(connection, "page_count") - pragma(connection, "freelist_count")) * PAGE_SIZE - retention.bytes
-    if count <= 0 and size <= 0:
-        return None
-    oldest = "entries ORDER BY sequence"
-    count = max(count, _first_within(connection, size, oldest))
-    count = min(count, _first_within(connection, SLICE_BYTES, oldest))
-    return (f"SELECT sequence FROM {oldest} LIMIT ?", (count,)) if count > 0 else None
+    return _first(connection, *_that_may_go(connection), count, size) if count > 0 or size > 0 else []
 
 
-def _first_within(connection: sqlite3.Connection, size: int, entries: str, *values: float) -> int:
-    """Return how many of these entries, the first ones, hold about ``size`` bytes; at most as many as a slice has."""
-    count = 0
-    for (held,) in connection.execute(f"SELECT size FROM {entries} LIMIT ?", (*values, SLICE_ENTRIES)):
-        if size <= 0:
+def _that_may_go(connection: sqlite3.Connection) -> Query:
+    """Return what selects entries to remove, the oldest first: none of a log with less than half of the mean log."""
+    (spared,) = connection.execute("SELECT avg(bytes) / 2 FROM logs WHERE records > 0").fetchone()
+    # Entries of spared logs pile up in front of the others, so the search begins behind these.
+    first_of_log = "SELECT min(sequence) FROM entries WHERE namespace = logs.namespace"
+    query = f"SELECT min(bytes), min(CASE WHEN bytes >= ? THEN ({first_of_log}) END) FROM logs WHERE records > 0"
+    least, first = connection.execute(query, (spared,)).fetchone()
+    if least is None or least >= spared:
+        return "entries ORDER BY sequence", ()
+    held = "SELECT bytes FROM logs WHERE logs.namespace = entries.namespace"
+    return f"entries WHERE sequence >= ? AND ({held}) >= ? ORDER BY sequence", (first, spared)
+
+
+def _first(
+    connection: sqlite3.Connection, entries: str, values: Values, count: int, size: int
+) -> list[tuple[int, str]]:
+    """Return the first of these entries: so many, or more if these hold fewer than ``size`` bytes; a slice at most."""
+    found: list[tuple[int, str]] = []
+    held = 0
+    rows = connection.execute(f"SELECT sequence, namespace, size FROM {entries} LIMIT ?", (*values, SLICE_ENTRIES))
+    for sequence, namespace, payload in rows:
+        if held >= SLICE_BYTES or (len(found) >= count and held >= size):
             break
-        count += 1
-        size -= held + OVERFLOW // 2
-    return count
+        found.append((sequence, namespace))
+        held += payload + OVERHEAD
+    return found
 
 
 def newest_of(connection: sqlite3.Connection, namespace: str, session: str) -> int:

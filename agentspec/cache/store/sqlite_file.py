@@ -34,6 +34,8 @@ _MAGIC = b"SQLite format 3\x00"
 # pages (https://sqlite.org/fileformat2.html#b_tree_pages). FRONT of them are the padding in front of a payload.
 OVERFLOW = PAGE_SIZE - 4
 """Bytes of a payload that an overflow page holds."""
+OVERHEAD = OVERFLOW // 2
+"""About the bytes that an entry takes beside its payload."""
 _LOCAL = (PAGE_SIZE - 12) * 32 // 255 - 23
 FRONT = _LOCAL - 3
 """Bytes of padding in front of a payload. A row's header takes 3 bytes or more."""
@@ -48,6 +50,24 @@ _SCHEMA = (
     "CREATE INDEX entries_by_group ON entries (namespace, grouped) WHERE grouped IS NOT NULL",
     "CREATE INDEX entries_by_namespace ON entries (namespace)",
     "CREATE INDEX entries_by_age ON entries (created)",
+)
+
+# Made after `entries`, because files of earlier releases lack it. Triggers keep it true, whichever release writes.
+# trimmed: the last sequence that retention took of a log. The row of '' has that of logs which have no row.
+_LOGS = (
+    "CREATE TABLE logs (namespace TEXT PRIMARY KEY, records INTEGER NOT NULL, bytes INTEGER NOT NULL,"
+    " trimmed INTEGER NOT NULL) WITHOUT ROWID",
+    f"INSERT INTO logs SELECT namespace, count(*), sum(size + {OVERHEAD}), 0 FROM entries GROUP BY namespace",
+    # Earlier releases took the oldest entries of all logs.
+    "INSERT INTO logs SELECT '', 0, 0, ifnull((SELECT min(sequence) - 1 FROM entries),"
+    " (SELECT total(seq) FROM sqlite_sequence WHERE name = 'entries'))",
+    "CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN"
+    " INSERT OR IGNORE INTO logs VALUES (new.namespace, 0, 0, 0);"
+    f" UPDATE logs SET records = records + 1, bytes = bytes + new.size + {OVERHEAD} WHERE namespace = new.namespace;"
+    " END",
+    "CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN"
+    f" UPDATE logs SET records = records - 1, bytes = bytes - old.size - {OVERHEAD} WHERE namespace = old.namespace;"
+    " END",
 )
 
 
@@ -208,6 +228,14 @@ def create_schema(connection: sqlite3.Connection, path: Path) -> None:
                 connection.execute(statement)
         application, version = pragma(connection, "application_id"), pragma(connection, "user_version")
         _check_marks(path, application, version)
+    if not _has_logs(connection):
+        with transaction(connection):
+            for statement in () if _has_logs(connection) else _LOGS:
+                connection.execute(statement)
+
+
+def _has_logs(connection: sqlite3.Connection) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'logs'").fetchone() is not None
 
 
 def _is_empty(connection: sqlite3.Connection) -> bool:
