@@ -7,6 +7,7 @@ The journal stays with the driver, so each sample is written once, whichever wor
 other's samples where they share a store. Ray is imported when an engine starts.
 """
 
+import itertools
 import logging
 import os
 import time
@@ -23,6 +24,8 @@ _TURN_SECONDS = 0.2
 """Longest turn: a worker steps for so long, or until a request finishes, before it looks for new requests."""
 _MOST_DEATHS = 3
 """Workers that may die one after the other while nothing finishes."""
+_SILENT_SECONDS = 300.0
+"""How long nothing is said while no worker answers. A large model takes minutes to load."""
 _HANDED_ON = ("AGENTSPEC_", "VLLM_", "HF_")
 """Prefixes of the environment variables that the workers get from the driver."""
 
@@ -116,21 +119,26 @@ class _Member:
 class RayEngine:
     """Start, step and abort requests on workers, as ``OfflineEngine`` does on its engine.
 
-    A worker that dies is replaced, and its requests start again.
+    A worker that dies is replaced, and its requests start again. make: from the number of actors made before, and the
+    weights to load, to a new actor.
     """
 
     def __init__(self, ray: Any, make: Callable[[int, Weights | None], Any], workers: int, model: str) -> None:
         self._ray, self._make = ray, make
+        self._made = itertools.count()
         self.model = model
         self._weights: Weights | None = None
         self._deaths = 0
         self._groups: dict[str, _Member] = {}
-        self._members = [_Member(number, make(number, None)) for number in range(workers)]
+        self._members = [_Member(number, make(next(self._made), None)) for number in range(workers)]
         try:
             self.max_running = sum(self._get(member.actor.max_running.remote()) for member in self._members)
             self.loaded: dict[str, Any] = self._get(self._members[0].actor.loaded.remote())
-        except ray.exceptions.RayError as error:
-            raise RolloutError(f"a worker did not start: {_reason(error)}") from error
+        except BaseException as error:
+            self._kill(*self._members)  # or those that did start would keep their GPUs
+            if isinstance(error, ray.exceptions.RayError):
+                raise RolloutError(f"a worker did not start: {_reason(error)}") from error
+            raise
 
     @classmethod
     def start(cls, model: str, workers: int, **options: Any) -> "RayEngine":
@@ -153,9 +161,9 @@ class RayEngine:
         environment = {name: value for name, value in os.environ.items() if name.startswith(_HANDED_ON)}
         actor = ray.remote(RayWorker).options(num_cpus=1, num_gpus=gpus)
 
-        def make(number: int, weights: Weights | None) -> Any:
-            # Engines with one seed would draw the same samples.
-            seed = {"seed": int(options["seed"]) + number} if "seed" in options else {}
+        def make(made: int, weights: Weights | None) -> Any:
+            # Engines with one seed would draw the same samples, one in the place of a dead one those drawn before.
+            seed = {"seed": int(options["seed"]) + made} if "seed" in options else {}
             return actor.remote(model, {**options, **seed}, environment, weights)
 
         return cls(ray, make, workers, model)
@@ -183,18 +191,16 @@ class RayEngine:
                 member.call = member.actor.work.remote(member.waiting)
                 member.waiting = []
         calls = {member.call: member for member in self._members if member.call is not None}
-        ready, _ = self._ray.wait(list(calls), num_returns=1)
-        answers: list[Answer] = []
-        for call in ready:
-            member = calls[call]
-            member.call = None
-            try:
-                found: list[Answer] = self._get(call)
-            except self._ray.exceptions.RayError as error:
-                self._replace(member, error)
-                continue
-            # A replaced worker's answers are gone, so each request is open until its one answer is here.
-            answers += [answer for answer in found if member.open.pop(answer.request_id, None) is not None]
+        call = self._first(list(calls))
+        member = calls[call]
+        member.call = None
+        try:
+            found: list[Answer] = self._get(call)
+        except self._ray.exceptions.RayError as error:
+            self._replace(member, error)
+            return []
+        # A replaced worker's answers are gone, so each request is open until its one answer is here.
+        answers = [answer for answer in found if member.open.pop(answer.request_id, None) is not None]
         if answers:
             self._deaths = 0
         return answers
@@ -208,6 +214,8 @@ class RayEngine:
             member.waiting = [request for request in member.waiting if request[0] not in ended]
             if ended:
                 member.actor.abort.remote(sorted(ended))
+            if ended and not member.open:
+                member.call = None  # its answers would be taken for those of later requests of the same name
 
     def tokenise(
         self, prompt: str | Sequence[int] | Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
@@ -242,14 +250,16 @@ class RayEngine:
             member.actor.begin_epoch.remote()
 
     def close(self) -> None:
-        """End the workers, once the store has what they finished."""
+        """End the workers, once the store has what they finished. What goes wrong in one is logged."""
         calls = [member.actor.close.remote() for member in self._members]
-        for member, call in zip(self._members, calls, strict=True):
-            try:
-                self._get(call)
-            except self._ray.exceptions.RayError as error:
-                logger.warning("agentspec: worker %d ended early: %s", member.number, _reason(error))
-            self._ray.kill(member.actor)
+        try:
+            for member, call in zip(self._members, calls, strict=True):
+                try:
+                    self._ray.get(call)
+                except self._ray.exceptions.RayError as error:  # the worker's own errors are of this type, too
+                    logger.warning("agentspec: worker %d did not end as it should: %s", member.number, _reason(error))
+        finally:
+            self._kill(*self._members)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the first worker."""
@@ -260,8 +270,25 @@ class RayEngine:
             except self._ray.exceptions.RayError as error:
                 self._replace(member, error)
 
+    def _first(self, calls: list[Any]) -> Any:
+        """Wait for the first of these calls to end, and return it. Log that none does."""
+        while True:
+            ready, _ = self._ray.wait(calls, num_returns=1, timeout=_SILENT_SECONDS)
+            if ready:
+                return ready[0]
+            logger.warning(
+                "agentspec: no answer of %d workers for %.0f s: they start, or the Ray cluster has no room for them "
+                "(see `ray status`); run the rollout again with fewer workers to go on without them",
+                *(len(calls), _SILENT_SECONDS),
+            )
+
+    def _kill(self, *members: _Member) -> None:
+        for member in members:
+            self._ray.kill(member.actor)
+
     def _get(self, call: Any) -> Any:
         """Return a call's result. Raises the worker's own error without Ray's around it, and RayError if it died."""
+        self._first([call])
         try:
             return self._ray.get(call)
         except self._ray.exceptions.RayTaskError as error:
@@ -276,7 +303,8 @@ class RayEngine:
         if self._deaths > _MOST_DEATHS:
             raise RolloutError(f"{self._deaths} workers died one after the other: {_reason(error)}") from error
         logger.warning("agentspec: worker %d died, %d requests start again", member.number, len(member.open))
-        member.actor, member.call = self._make(member.number, self._weights), None
+        self._kill(member)  # one that the network has cut off lives on, and keeps its GPUs
+        member.actor, member.call = self._make(next(self._made), self._weights), None
         member.waiting = list(member.open.values())
 
 

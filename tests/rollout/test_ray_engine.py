@@ -34,6 +34,9 @@ class Worker:
         self.seen: list[str] = []
         self.fail: Exception | None = None
         self.aborted: list[str] = []
+        self.prompts: list[list[int]] = []
+        self.closing: Exception | None = None
+        self.killed = False
 
     def max_running(self) -> int:
         return 2
@@ -44,6 +47,7 @@ class Worker:
     def work(self, requests: Sequence[Request]) -> list[Answer]:
         self.open += [request[0] for request in requests]
         self.seen += [request[0] for request in requests]
+        self.prompts += [request[1] for request in requests]
         if self.fail is not None:
             raise self.fail
         return [Answer(self.open.pop(0), [1], [0.0], "one", "stop", 1, 0, 0)] if self.open else []
@@ -59,6 +63,11 @@ class Worker:
 
     def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+        self.open = [name for name in self.open if name not in request_ids]
+
+    def close(self) -> None:
+        if self.closing is not None:
+            raise self.closing
 
 
 class Ray:
@@ -68,6 +77,7 @@ class Ray:
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
+        self.silent = 0
 
     def make(self, number: int, weights: Weights | None) -> Any:
         worker = Worker(number, weights)
@@ -76,14 +86,21 @@ class Ray:
         def method(name: str) -> Any:
             return SimpleNamespace(remote=lambda *given: Call(getattr(worker, name), given))
 
-        asked = {name: method(name) for name in ("max_running", "loaded", "work", "tokenise", "update_weights")}
+        names = ("max_running", "loaded", "work", "tokenise", "update_weights", "close")
+        asked = {name: method(name) for name in names}
         told = {name: SimpleNamespace(remote=getattr(worker, name)) for name in ("begin_epoch", "abort")}
-        return SimpleNamespace(**asked, **told)
+        return SimpleNamespace(**asked, **told, worker=worker)
+
+    def kill(self, actor: Any) -> None:
+        actor.worker.killed = True
 
     def get(self, call: "Call") -> Any:
         return call.function(*call.given)
 
-    def wait(self, calls: list["Call"], num_returns: int) -> tuple[list["Call"], list["Call"]]:
+    def wait(self, calls: list["Call"], num_returns: int, timeout: float) -> tuple[list["Call"], list["Call"]]:
+        if self.silent:  # the timeout is over
+            self.silent -= 1
+            return [], calls
         return calls[:num_returns], calls[num_returns:]
 
 
@@ -144,12 +161,82 @@ def test_weights_have_a_version_also_where_every_worker_dies_of_them_once(ray: R
 
     def update(number: int, epoch: int) -> str:
         loaded.append(number)
-        if loaded.count(number) == 1:
+        if number < 2:
             raise ActorError("killed")
         return f"epoch {epoch}"
 
     assert engine.update_weights(update, 3) == "epoch 3"
-    assert loaded == [0, 0, 1, 1]
+    assert loaded == [0, 2, 1, 3]
+
+
+def test_a_worker_that_the_network_cut_off_does_not_keep_its_gpus(ray: Ray) -> None:
+    engine = engine_on(ray, workers=1)
+    engine.add("a", [1], SAMPLING, {})
+    ray.workers[0].fail = ActorError("the actor is temporarily unavailable")
+    assert run(engine, 1) == ["a"]
+    assert [worker.killed for worker in ray.workers] == [True, False]
+
+
+def test_workers_that_started_end_where_another_does_not(ray: Ray) -> None:
+    def make(number: int, weights: Weights | None) -> Any:
+        actor = ray.make(number, weights)
+        if number == 1:
+            actor.max_running.remote = lambda: Call(failing(ActorError("out of memory")), ())
+        return actor
+
+    with pytest.raises(RolloutError, match=r"^a worker did not start: out of memory$"):
+        RayEngine(ray, make, 2, "m")
+    assert [worker.killed for worker in ray.workers] == [True, True]
+
+
+def failing(error: BaseException) -> Callable[..., Any]:
+    def call(*given: Any, **named: Any) -> Any:
+        raise error
+
+    return call
+
+
+def test_no_two_workers_have_one_seed_not_even_one_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, seeds = Ray(), []
+
+    def actor(model: str, options: dict[str, Any], environment: Any, weights: Weights | None) -> Any:
+        seeds.append(options["seed"])
+        return ray.make(len(seeds) - 1, weights)
+
+    module = SimpleNamespace(
+        is_initialized=lambda: True,
+        cluster_resources=lambda: {"CPU": 8.0},
+        remote=lambda kind: SimpleNamespace(options=lambda **given: SimpleNamespace(remote=actor)),
+        **{name: getattr(ray, name) for name in ("exceptions", "get", "wait", "kill")},
+    )
+    monkeypatch.setitem(sys.modules, "ray", module)
+    engine = RayEngine.start("m", 2, seed=5)
+    engine.add("a", [1], SAMPLING, {})
+    ray.workers[0].fail = ActorError("killed")
+    run(engine, 1)
+    assert seeds == [5, 6, 7]
+
+
+def test_workers_that_are_silent_are_told(ray: Ray, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_on(ray)
+    engine.add("a", [1], SAMPLING, {})
+    ray.silent = 2
+    assert run(engine, 1) == ["a"]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and told[0].startswith("agentspec: no answer of 1 workers for 300 s: they start, or the Ray")
+
+
+@pytest.mark.parametrize("error", [ActorError("killed"), TaskError(RuntimeError("the store is away"))])
+def test_all_workers_end_also_where_the_end_of_one_fails(
+    ray: Ray, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_on(ray)
+    ray.workers[0].closing = error
+    engine.close()
+    assert [worker.killed for worker in ray.workers] == [True, True]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"agentspec: worker 0 did not end as it should: {error}"
+    ]
 
 
 def test_workers_that_die_one_after_the_other_end_the_rollout(ray: Ray) -> None:
@@ -175,6 +262,21 @@ def test_an_aborted_request_is_not_answered(ray: Ray) -> None:
     engine.abort(["a"])
     assert run(engine, 1) == ["b"]
     assert ray.workers[0].aborted == ["a"]
+
+
+def test_an_answer_to_an_aborted_request_is_not_that_of_a_later_one_of_its_name(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(ray, workers=1)
+    engine.add("a", [1], SAMPLING, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "wait", failing(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.abort(["a"])
+    engine.add("a", [2], SAMPLING, {})
+    assert run(engine, 1) == ["a"]
+    assert ray.workers[0].prompts == [[2]]
 
 
 def test_all_workers_hear_of_an_epoch(ray: Ray) -> None:
