@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self
 
 from agentspec.errors import InvalidInputError
 from agentspec.files import replacing
+from agentspec.json_lines import parse_line
 
 
 class Key(NamedTuple):
@@ -355,18 +356,9 @@ def _line(sample: Sample) -> bytes:
 
 def _parse(line: bytes) -> Sample:
     """Return the sample of a line. Raises ValueError, TypeError or RecursionError if it is none."""
-    repeated: list[str] = []
-
-    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        repeated[:] = [name for name, _ in pairs] if len(made) < len(pairs) else ()  # the line's own object comes last
-        return made
-
-    values = json.loads(line.decode("utf-8", errors="surrogatepass"), object_pairs_hook=as_object)
+    values = parse_line(line)
     if not isinstance(values, dict) or not values.keys() >= _NEEDED:
         raise ValueError(f"needs {', '.join(sorted(_NEEDED))}")
-    if repeated:
-        raise ValueError(f"{max(repeated, key=repeated.count)}: stands there twice")
     sample = Sample(**values)
     if not (type(sample.id) is str and type(sample.epoch) is int and type(sample.sample) is int):
         raise ValueError("id: a text, epoch and sample: whole numbers expected")  # pandas makes a number of the id "7"

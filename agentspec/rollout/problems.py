@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import InvalidInputError, first_line
-from agentspec.files import read_lines
 from agentspec.identifiers import check_session_id
+from agentspec.json_lines import read_objects
 
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _CHATS = ("prompt", "messages")
@@ -77,18 +77,11 @@ def read_problems(path: Path) -> list[Problem]:
     return list(problems.values())
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(read_lines(path), 1):
-        if line.strip():
-            place = f"{path}, line {number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig"))  # a byte order mark may be in front
-            except (ValueError, RecursionError) as error:
-                raise InvalidInputError(f"{place}: not JSON in UTF-8 ({error}); write one JSON object a line") from None
-            yield place, row
+def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((f"{path}, line {number}", row) for number, row in read_objects(path))
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -114,9 +107,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _problem(place: str, row: Any) -> Problem:
-    if not isinstance(row, dict):
-        raise InvalidInputError(f"{place}: an object expected, got {type(row).__name__}; write one JSON object a line")
+def _problem(place: str, row: dict[str, Any]) -> Problem:
     identifier = row.get("id")
     if type(identifier) is int:
         identifier = str(identifier)

@@ -8,7 +8,6 @@ what follows the session's previous prompt and response. Text (`prompt`, `respon
 a tokenizer is given. Fields of other names are left alone.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentspec.cache.arguments import MAX_VOCAB, as_tokens
 from agentspec.cache.types import Int32Array
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, first_line
-from agentspec.files import read_lines
 from agentspec.identifiers import check_ids
+from agentspec.json_lines import read_objects
 
 Progress = Callable[[int], None]
 Tokenizer = Callable[[str], Sequence[int]]
@@ -70,14 +69,13 @@ def read_calls(
     """Yield the file's calls one by one. Only the last text of each session stays in memory.
 
     A file that gzip compressed is decompressed, whatever its name is. `tenant` replaces the records' own. `progress`
-    gets the number of bytes read so far. Raises InvalidInputError naming file, line and field.
+    gets the number of bytes read so far. A last line that a program still writes is left out, with a warning. Raises
+    InvalidInputError naming file, line and field.
     """
     last: dict[tuple[str | None, str], Int32Array] = {}
-    for line, text in enumerate(read_lines(path, progress), 1):
-        if not text.strip():
-            continue
+    for line, value in read_objects(path, progress, growing=True):
         try:
-            call = _call(line, _record(text), tokenizer, tenant, last)
+            call = _call(line, _record(value), tokenizer, tenant, last)
         except AgentSpecError as error:
             raise InvalidInputError(f"{path}, line {line}: {error}") from error
         last[call.tenant, call.session] = np.concatenate([call.prompt, call.response])
@@ -133,13 +131,7 @@ def _answers(model: str) -> bool:
     return True
 
 
-def _record(text: bytes) -> Record:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"not JSON: {error}; write one JSON object a line") from None
-    if not isinstance(value, dict):
-        raise InvalidInputError(f"a JSON {type(value).__name__}; write one JSON object a line")
+def _record(value: dict[str, Any]) -> Record:
     try:
         return Record.model_validate(value)
     except ValidationError as error:

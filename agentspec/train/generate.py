@@ -8,6 +8,7 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 from agentspec.identifiers import check_session_id
+from agentspec.json_lines import read_objects
 from agentspec.server_ext.vllm_adapter.launch import refusals
 from agentspec.train.config import Model, PromptsSource
 
@@ -50,23 +51,14 @@ def answer_prompts(
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                prompt = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise InvalidInputError(
-                    f"{path}, line {number}: not JSON: {error}; write one JSON object a line"
-                ) from None
-            if not isinstance(prompt, dict) or not (_is_chat(prompt) or isinstance(prompt.get("prompt"), str)):
-                raise InvalidInputError(f'{path}, line {number}: give "messages", a chat, or "prompt", a text')
-            if not _are_objects(prompt.get("tools") or []):
-                raise InvalidInputError(f"{path}, line {number}: tools: a list of objects expected, as in OpenAI's API")
-            if prompt.get("id") is not None:
-                check_session_id(str(prompt["id"]), f"{path}, line {number}: id")  # now, not after the answers
-            yield prompt
+    for number, prompt in read_objects(path):
+        if not (_is_chat(prompt) or isinstance(prompt.get("prompt"), str)):
+            raise InvalidInputError(f'{path}, line {number}: give "messages", a chat, or "prompt", a text')
+        if not _are_objects(prompt.get("tools") or []):
+            raise InvalidInputError(f"{path}, line {number}: tools: a list of objects expected, as in OpenAI's API")
+        if prompt.get("id") is not None:
+            check_session_id(str(prompt["id"]), f"{path}, line {number}: id")  # now, not after the answers
+        yield prompt
 
 
 def _is_chat(prompt: dict[str, Any]) -> bool:

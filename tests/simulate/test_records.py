@@ -71,7 +71,8 @@ def test_the_file_is_read_as_the_calls_are_taken(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 2: not JSON"),
-        ("[1]", "line 2: a JSON list"),
+        ('{"session": "a", "session": "b"}', "line 2: .*session: stands there twice"),
+        ("[1]", "line 2: an object expected, got list"),
         (_record(session=None), "line 2: session: "),
         (_record(session=""), "line 2: session: must not be empty"),
         (_record(turn=-1), "line 2: turn: "),
@@ -91,6 +92,24 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, line: Any, message: str) -
     file = _write(tmp_path / "calls.jsonl", _record(), line)
     with pytest.raises(InvalidInputError, match=r"calls\.jsonl, " + message):
         list(read_calls(file))
+
+
+def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = _write(tmp_path / "calls.jsonl", _record(), _record(session="t"))
+    with file.open("a") as more:
+        more.write(json.dumps(_record(session="u"))[:-9])
+    assert [call.session for call in read_calls(file)] == ["s", "t"]
+    assert [record.getMessage() for record in caplog.records] == [f"{file}, line 3: has no end yet, and is left out"]
+    with file.open("a") as more:
+        more.write("\n")
+    with pytest.raises(InvalidInputError, match="line 3: not JSON"):
+        list(read_calls(file))
+
+
+def test_a_file_of_something_else_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("what was said")
+    with pytest.raises(InvalidInputError, match="line 1: not JSON"):
+        list(read_calls(tmp_path / "a"))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.GZ", "a"])

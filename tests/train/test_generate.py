@@ -1,5 +1,6 @@
 """Prompts whose answers are there, or cannot be had; tests/end_to_end lets vLLM answer some."""
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -32,6 +33,15 @@ def ask(folder: Path, prompts: str, answered: int = 0) -> list[tuple[int, int]]:
 
 def test_nothing_is_started_where_nothing_is_missing(tmp_path: Path) -> None:
     assert ask(tmp_path, '{"prompt": "a"}\n\n{"prompt": "b"}\n', answered=2) == [(2, 2)]
+
+
+def test_gzip_may_have_compressed_the_prompts(tmp_path: Path) -> None:
+    source = PromptsSource(type="prompts", path=tmp_path / "prompts.jsonl.gz")
+    source.path.write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
+    (tmp_path / "answers.jsonl").write_text("{}\n")
+    shown: list[tuple[int, int]] = []
+    answer_prompts(source, MODEL, 0, tmp_path / "answers.jsonl", lambda done, total: shown.append((done, total)))
+    assert shown == [(1, 1)]
 
 
 def test_vllm_is_needed_for_the_rest(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""Read files of JSON lines that users write: problems, prompts and recorded calls."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from agentspec.errors import InvalidInputError
+from agentspec.files import read_lines
+
+logger = logging.getLogger(__name__)
+
+
+def read_objects(
+    path: Path, progress: Callable[[int], None] = lambda read: None, *, growing: bool = False
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the object of each line that is not blank. gzip may have compressed the file.
+
+    progress: gets the number of bytes read so far. growing: whether a program may still write the file. Then a last
+    line that has no end yet is left out, with a warning. Raises InvalidInputError that names the line.
+    """
+    found = False
+    for number, line in enumerate(read_lines(path, progress), 1):
+        if not line.strip():
+            continue
+        try:
+            value = parse_line(line)
+        except (ValueError, RecursionError) as error:
+            if growing and found and not line.endswith(b"\n"):
+                logger.warning("%s, line %d: has no end yet, and is left out", path, number)
+                return
+            raise InvalidInputError(
+                f"{path}, line {number}: not JSON in UTF-8 ({error}); write one JSON object a line"
+            ) from None
+        if not isinstance(value, dict):
+            raise InvalidInputError(
+                f"{path}, line {number}: an object expected, got {type(value).__name__}; write one JSON object a line"
+            )
+        found = True
+        yield number, value
+
+
+def parse_line(line: bytes) -> Any:
+    """Return the value of a line of JSON. A byte order mark may be in front.
+
+    Raises ValueError or RecursionError if it is none, and for an object that has a field twice, of which JSON's readers
+    take the last. Objects within it may have one.
+    """
+    repeated: list[str] = []
+
+    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        repeated[:] = [name for name, _ in pairs] if len(made) < len(pairs) else ()  # the line's own object comes last
+        return made
+
+    value = json.loads(line.decode("utf-8-sig", errors="surrogatepass"), object_pairs_hook=as_object)
+    if repeated and isinstance(value, dict):
+        raise ValueError(f"{max(repeated, key=repeated.count)}: stands there twice")
+    return value
