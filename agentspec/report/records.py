@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentspec.errors import InvalidInputError
+from agentspec.files import read_lines
 
 
 class Token(NamedTuple):
@@ -107,7 +108,7 @@ def total(turns: Iterable[Turn]) -> Turn:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a record. Raises InvalidInputError for a file that is none, naming the line, and OSError.
+    """Read a record, which gzip may have compressed. Raises InvalidInputError for a file that is none, with the line.
 
     A line that was not written to its end, as when the program was killed or the disk was full, is left out. The next
     run goes on in the same file, so such a line may be in its middle, and hold the beginning of another one.
@@ -115,19 +116,18 @@ def read_run(path: str | Path) -> Run:
     sessions: dict[str | None, Session] = {}
     requests: dict[str, Turn] = {}
     broken: InvalidInputError | None = None
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                parsed = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                broken = broken or _refused(path, number, error)
-                continue
-            try:
-                _add(parsed, sessions, requests)
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-                raise _refused(path, number, error) from error
+    for number, line in enumerate(read_lines(Path(path)), 1):
+        if not line.strip():
+            continue
+        try:
+            parsed = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            broken = broken or _refused(path, number, error)
+            continue
+        try:
+            _add(parsed, sessions, requests)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise _refused(path, number, error) from error
     if not sessions:
         raise broken or InvalidInputError(f"{path}: the record is empty")
     return Run(list(sessions.values()))
@@ -188,6 +188,8 @@ def _text(line: dict[str, Any], name: str) -> str | None:
 
 
 def _count(value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():  # as pandas writes a column in which some rows have none
+        value = int(value)
     if value is not None and (type(value) is not int or not 0 <= value < 2**53):
         raise ValueError(f"a count expected, got {value!r:.60}")
     return value or 0

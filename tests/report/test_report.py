@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -117,6 +118,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: bytes) -> Non
         {"tokens": float("inf")},
         {"tokens": 10**400},
         {"tokens": -1},
+        {"tokens": 6.5},
         {"seconds": float("nan")},
         {"seconds": 10**400},
         {"steps": 1, "detail": [[[[5, "request"]], []]]},
@@ -187,6 +189,15 @@ def test_the_command_writes_the_page_and_names_it(record: Path, tmp_path: Path) 
     assert out.stat().st_mode & 0o777 == 0o600  # it quotes what was said
     result = CliRunner().invoke(app, ["report", str(record), "-o", str(tmp_path / "no" / "page.html")])
     assert result.exit_code == 2
+
+
+def test_the_command_reads_a_compressed_record_whose_counts_another_program_made_floats(tmp_path: Path) -> None:
+    line = {**detailed("fix-42"), "tokens": 6.0, "steps": 3.0, "accepted_by_source": {"session": 2.0, "request": 1.0}}
+    record, out = tmp_path / "replies.jsonl.gz", tmp_path / "page.html"
+    record.write_bytes(gzip.compress(json.dumps(line).encode()))
+    result = CliRunner().invoke(app, ["report", str(record), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "6 tokens in 3 steps, 2.00 tokens a step, 60% of 5 drafted tokens accepted" in out.read_text()
 
 
 def test_the_page_goes_through_a_pipe(record: Path) -> None:
