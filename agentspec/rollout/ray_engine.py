@@ -256,8 +256,10 @@ class RayEngine:
             for member, call in zip(self._members, calls, strict=True):
                 try:
                     self._ray.get(call)
-                except self._ray.exceptions.RayError as error:  # the worker's own errors are of this type, too
-                    logger.warning("agentspec: worker %d did not end as it should: %s", member.number, _reason(error))
+                except self._ray.exceptions.RayError as error:
+                    own = isinstance(error, self._ray.exceptions.RayTaskError)
+                    why = repr(error.cause) if own else _reason(error)
+                    logger.warning("agentspec: worker %d did not end as it should: %s", member.number, why)
         finally:
             self._kill(*self._members)
 
@@ -292,6 +294,8 @@ class RayEngine:
         try:
             return self._ray.get(call)
         except self._ray.exceptions.RayTaskError as error:
+            if type(error.cause) is self._ray.exceptions.RayError:  # the worker's own cannot be pickled
+                raise RolloutError(f"a worker failed: {_reason(error.cause)}") from error
             raise error.cause from None
 
     def _replace(self, member: _Member, error: Exception) -> None:

@@ -226,16 +226,18 @@ def test_workers_that_are_silent_are_told(ray: Ray, caplog: pytest.LogCaptureFix
     assert len(told) == 2 and told[0].startswith("agentspec: no answer of 1 workers for 300 s: they start, or the Ray")
 
 
-@pytest.mark.parametrize("error", [ActorError("killed"), TaskError(RuntimeError("the store is away"))])
+@pytest.mark.parametrize(
+    ("error", "why"), [(ActorError("killed"), "killed"), (TaskError(OSError("full")), "OSError('full')")]
+)
 def test_all_workers_end_also_where_the_end_of_one_fails(
-    ray: Ray, error: Exception, caplog: pytest.LogCaptureFixture
+    ray: Ray, error: Exception, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_on(ray)
     ray.workers[0].closing = error
     engine.close()
     assert [worker.killed for worker in ray.workers] == [True, True]
     assert [record.getMessage() for record in caplog.records] == [
-        f"agentspec: worker 0 did not end as it should: {error}"
+        f"agentspec: worker 0 did not end as it should: {why}"
     ]
 
 
@@ -287,6 +289,15 @@ def test_all_workers_hear_of_an_epoch(ray: Ray) -> None:
 def test_a_workers_own_error_is_raised_as_it_is(ray: Ray) -> None:
     with pytest.raises(InvalidInputError, match=r"^does not fit$"):
         engine_on(ray).tokenise("x")
+
+
+def test_a_workers_own_error_that_cannot_be_sent_is_no_death(ray: Ray) -> None:
+    engine = engine_on(ray)
+    engine.add("a", [1], SAMPLING, {})
+    ray.workers[0].fail = TaskError(ActorError("The cause isn't serializable.\n\nOdd: what went wrong"))
+    with pytest.raises(RolloutError, match=r"^a worker failed: The cause isn't serializable. … Odd: what went wrong$"):
+        run(engine, 1)
+    assert len(ray.workers) == 2, "none was made in its place"
 
 
 def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
