@@ -1,4 +1,4 @@
-"""Read files of JSON lines that users write: problems, prompts and recorded calls."""
+"""Read JSON lines that users and their programs write: problems, prompts and recorded calls."""
 
 import json
 import logging
@@ -39,6 +39,11 @@ def read_objects(
             )
         found = True
         yield number, value
+
+
+def whole(value: Any) -> Any:
+    """Return a whole float as an integer, anything else as it is: pandas writes 12.0 where other rows have no value."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def parse_line(line: bytes) -> Any:

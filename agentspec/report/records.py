@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from agentspec.errors import InvalidInputError
 from agentspec.files import read_lines
+from agentspec.json_lines import whole
 
 
 class Token(NamedTuple):
@@ -188,8 +189,7 @@ def _text(line: dict[str, Any], name: str) -> str | None:
 
 
 def _count(value: Any) -> int:
-    if isinstance(value, float) and value.is_integer():  # as pandas writes a column in which some rows have none
-        value = int(value)
+    value = whole(value)
     if value is not None and (type(value) is not int or not 0 <= value < 2**53):
         raise ValueError(f"a count expected, got {value!r:.60}")
     return value or 0

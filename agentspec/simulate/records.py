@@ -5,7 +5,7 @@
 
 `turn`, `group` (several runs of one problem) and `tenant` are optional. With `"continues": true` the prompt is only
 what follows the session's previous prompt and response. Text (`prompt`, `response`) takes the place of token ids where
-a tokenizer is given. Fields of other names are left alone.
+a tokenizer is given. Fields of other names are left alone, and null is no value.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from agentspec.cache.arguments import MAX_VOCAB, as_tokens
 from agentspec.cache.types import Int32Array
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, first_line
 from agentspec.identifiers import check_ids
-from agentspec.json_lines import read_objects
+from agentspec.json_lines import read_objects, whole
 
 Progress = Callable[[int], None]
 Tokenizer = Callable[[str], Sequence[int]]
@@ -132,8 +132,9 @@ def _answers(model: str) -> bool:
 
 
 def _record(value: dict[str, Any]) -> Record:
+    values = {name: whole(field) for name, field in value.items() if field is not None}
     try:
-        return Record.model_validate(value)
+        return Record.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name, *rest = first["loc"]  # leave out the names of a union's members

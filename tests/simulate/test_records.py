@@ -56,6 +56,15 @@ def test_numbers_are_good_names_and_other_fields_are_left_alone(tmp_path: Path) 
     assert (call.session, call.group) == ("7", "3")
 
 
+def test_what_pandas_writes_for_a_column_that_some_rows_lack_is_read(tmp_path: Path) -> None:
+    rows = (_record(session=7.0, turn=0.0, continues=None), _record(session=7.0, turn=None, group=3.0, tenant=None))
+    calls = list(read_calls(_write(tmp_path / "a.jsonl", *rows)))
+    assert [(call.session, call.turn, call.group, call.tenant) for call in calls] == [
+        ("7", 0, None, None),
+        ("7", 0, "3", None),
+    ]
+
+
 def test_a_compressed_file_is_read_as_such(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(json.dumps(_record()).encode()))
@@ -77,6 +86,7 @@ def test_the_file_is_read_as_the_calls_are_taken(tmp_path: Path) -> None:
         (_record(session=""), "line 2: session: must not be empty"),
         (_record(turn=-1), "line 2: turn: "),
         (_record(turn="1"), "line 2: turn: "),
+        (_record(turn=1.5), "line 2: turn: "),
         (_record(tenant="a\nb"), "line 2: tenant: control character"),
         (_record(continues="yes"), "line 2: continues: "),
         (_record(prompt_token_ids=[1, "x"]), r"line 2: prompt_token_ids\[1\]: .*'x'"),
