@@ -4,15 +4,31 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from agentspec.errors import ConfigurationError, first_line
+from agentspec.files import expand_home
 from agentspec.server_ext.settings import refuse_switch
 
 Dimension = Annotated[
     int, BeforeValidator(lambda value: int(value) if isinstance(value, str) else value), Field(ge=1, le=2**20)
 ]
 """Width of a layer, from 1 to 2**20. Published recipes write it as a string."""
+
+
+def _with_home(name: str) -> str:
+    """Write out a home folder, which no shell does in a file. Raises ValueError where there is none, and for ""."""
+    if not name:
+        raise ValueError("is empty; write a path")
+    try:
+        return str(expand_home(name)) if name.startswith("~") else name
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}; write the folder out") from None
+
+
+Name = Annotated[str, AfterValidator(_with_home)]
+"""Path, or a hub id."""
+File = Annotated[Path, BeforeValidator(lambda value: _with_home(value) if isinstance(value, str) else value)]
 
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -34,8 +50,8 @@ class RecordsSource(Section):
     """Train on recorded calls in the format of ``agentspec simulate``."""
 
     type: Literal["records"]
-    path: Path
-    tokenizer: str | None = None
+    path: File
+    tokenizer: Name | None = None
     """Tokenizer for records of text: a tokenizer.json, a model's folder or its name."""
 
 
@@ -55,7 +71,7 @@ class PromptsSource(Section):
     """Train on the target's answers to prompts: one JSON object a line with ``messages`` (or ``prompt``)."""
 
     type: Literal["prompts"]
-    path: Path
+    path: File
     max_tokens: int = Field(default=1024, ge=2)
     temperature: float = Field(default=0.0, ge=0.0)
     engine: dict[str, Any] = {}
@@ -68,7 +84,7 @@ Source = Annotated[RecordsSource | StoreSource | PromptsSource, Field(discrimina
 class Model(Section):
     """Name the target and the shape of its speculator."""
 
-    name_or_path: str
+    name_or_path: Name
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Precision in which the target computes its hidden states, and in which they are cached."""
     method: Literal["sum_lstm", "sum_rnn"] = "sum_lstm"
@@ -95,7 +111,7 @@ class Data(Section):
     eval_sources: list[Source] = []
     train_eval_split: tuple[float, float] = (0.95, 0.05)
     """Shares of the sessions to train on and to hold out; not used where there are ``eval_sources``."""
-    cache_dir: Path
+    cache_dir: File
     max_length: int = Field(default=32_768, ge=2)
     """Most tokens of a conversation. Later turns are left out whole, so every response keeps its real context."""
 
@@ -125,7 +141,7 @@ class Optimizer(Section):
 class Checkpoint(Section):
     """Choose where the speculator is written, and how often the run is saved so that it can be resumed."""
 
-    output_dir: Path
+    output_dir: File
     save_every_n_steps: int = Field(default=200, ge=1)
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from agentspec.errors import ConfigurationError
-from agentspec.train.config import load_config
+from agentspec.train.config import RecordsSource, load_config
 
 
 def write(folder: Path, settings: Any) -> Path:
@@ -70,6 +70,8 @@ def test_reads_the_published_recipe(tmp_path: Path, settings: dict[str, Any]) ->
         (("optimizer",), {"betas": [5, 0.9]}, "optimizer.betas.0: "),
         (("optimizer",), {"lr": True}, "optimizer: lr: true and false are no values of it"),
         (("optimizer",), {"betas": [False, 0.9]}, "optimizer: betas: true and false are no values of it"),
+        (("checkpoint", "output_dir"), "", "checkpoint.output_dir: is empty; write a path"),
+        (("data", "cache_dir"), "~nobody-at-all/cache", "data.cache_dir: ~nobody-at-all/cache: there is no such home"),
         (("micro_batch_size",), True, "micro_batch_size: true and false"),
         (
             ("data", "sources"),
@@ -88,6 +90,24 @@ def test_names_the_field(
     with pytest.raises(ConfigurationError, match=r"config\.yaml: ") as error:
         load_config(write(tmp_path, settings))
     assert named in str(error.value)
+
+
+def test_paths_may_begin_at_the_home_folder(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    settings["model"]["name_or_path"] = "~/model"
+    settings["data"] |= {
+        "cache_dir": "~/cache",
+        "sources": [{"type": "records", "path": "~/calls", "tokenizer": "~/t"}],
+    }
+    settings["checkpoint"]["output_dir"] = "~/out"
+    config = load_config(write(tmp_path, settings))
+    (source,) = config.data.sources
+    assert isinstance(source, RecordsSource)
+    assert (config.model.name_or_path, source.tokenizer) == ("/home/me/model", "/home/me/t")
+    assert (config.data.cache_dir, source.path) == (Path("/home/me/cache"), Path("/home/me/calls"))
+    assert config.checkpoint.output_dir == Path("/home/me/out")
 
 
 @pytest.mark.parametrize("text", ["- a list", "a: [", "", "[" * 5_000, "seed: 2024-13-40", "seed: !!int x"])
