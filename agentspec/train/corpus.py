@@ -37,6 +37,8 @@ from agentspec.simulate import Call, open_tokenizer, read_calls
 from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSource, TrainingConfig
 
 Int32 = NDArray[np.int32]
+UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError, SafetensorError)
+"""What torch, safetensors and transformers raise for a damaged file."""
 Answer = Callable[[PromptsSource, Path], None]
 """Function that writes the target's answers to a source's prompts into a file of recorded calls."""
 
@@ -183,7 +185,7 @@ def readable(file: Path, remove: Path | None = None) -> Iterator[None]:
     """Raise InvalidInputError for a damaged file. remove: what to remove, so that it is made again; None: the file."""
     try:
         yield
-    except (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise InvalidInputError(
             f"{file}: cannot be read ({first_line(error)}); remove {remove or file}, and run the command again"
         ) from error
@@ -291,11 +293,15 @@ def _all(data: Data) -> list[Source]:
 
 
 def _digest(path: Path) -> str:
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InvalidInputError(
+            f"{path}: is a pipe or a device, which a training that goes on cannot read again; give a file"
+        )
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise InvalidInputError(f"{path}: cannot be read: {error}; give a file of JSON lines") from None
+        raise InvalidInputError(f"{path}: cannot be read: {error.strerror}; give a file of JSON lines") from None
 
 
 def _weights_of(folder: Path) -> list[tuple[str, int, int]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 from agentspec.files import replacing
-from agentspec.train.corpus import Conversation, readable, writable
+from agentspec.train.corpus import UNREADABLE, Conversation, readable, writable
 
 _SHARD_ROWS = 32_768
 _FORWARD_TOKENS = 8_192
@@ -41,15 +41,15 @@ def target_shape(name: str) -> TargetShape:
 
     try:
         config: Any = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        text = config.get_text_config()
+        return TargetShape(
+            hidden_size=int(text.hidden_size),
+            vocab_size=int(text.vocab_size),
+            architectures=tuple(config.architectures or ()),
+            dtype=text.dtype or torch.float32,
+        )
+    except (OSError, ValueError, AttributeError, TypeError) as error:  # the latter of models that write no text
         raise _unusable(name, error) from error
-    text = config.get_text_config()
-    return TargetShape(
-        hidden_size=int(text.hidden_size),
-        vocab_size=int(text.vocab_size),
-        architectures=tuple(config.architectures or ()),
-        dtype=text.dtype or torch.float32,
-    )
 
 
 @contextmanager
@@ -65,7 +65,8 @@ def fitting(field: str, remedy: str) -> Iterator[None]:
 class Target:
     """Load the frozen target with transformers, on one device. Raises ConfigurationError where it cannot be loaded.
 
-    dtype: "auto" or a torch dtype's name.
+    dtype: "auto" or a torch dtype's name. max_length: most tokens of a conversation, for a model that learned a vector
+    for each position; None for others.
     """
 
     def __init__(self, name: str, dtype: str, device: torch.device) -> None:
@@ -76,12 +77,15 @@ class Target:
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
-        except (OSError, ValueError) as error:
+        except (*UNREADABLE, ImportError) as error:
             raise _unusable(name, error) from error
         with fitting("model.name_or_path", "a smaller model, or take a larger device"):
             self._model = model.to(device).eval()
         self._device = device
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        text = model.config.get_text_config()
+        self.vocab_size = int(text.vocab_size)
+        rotary = any(hasattr(text, name) for name in ("rope_parameters", "rope_theta"))  # these have no last position
+        self.max_length: int | None = None if rotary else getattr(text, "max_position_embeddings", None)
 
     def hidden_states(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Return the states after the final norm, [T, H] for each sequence, int64 [T].
@@ -193,7 +197,7 @@ def _write(conversations: Sequence[Conversation], file: Path, target: Target, pr
     hidden: list[Tensor] = []
     tokens: list[Tensor] = []
     for batch in _batches(conversations):
-        _check_vocabulary(batch, target.vocab_size)
+        _check(batch, target)
         with fitting("data.max_length", f"less than {len(batch[0].tokens)}, the tokens of the longest conversation"):
             states = target.hidden_states([torch.from_numpy(conversation.tokens).long() for conversation in batch])
         for conversation, state in zip(batch, states, strict=True):
@@ -218,13 +222,19 @@ def _batches(conversations: Sequence[Conversation]) -> Iterator[list[Conversatio
         yield batch
 
 
-def _check_vocabulary(conversations: Sequence[Conversation], size: int) -> None:
+def _check(conversations: Sequence[Conversation], target: Target) -> None:
+    """Raise InvalidInputError for a conversation that the target cannot read."""
     for conversation in conversations:
-        highest = int(conversation.tokens.max())
-        if highest >= size:
+        length, highest = len(conversation.tokens), int(conversation.tokens.max())
+        if target.max_length is not None and length > target.max_length:
             raise InvalidInputError(
-                f"session {conversation.session!r}: token {highest} is outside the target's vocabulary of {size}; "
-                "give data of this target's tokenizer"
+                f"session {conversation.session!r}: has {length} tokens, and the target reads {target.max_length}; "
+                f"write data.max_length: {target.max_length}, which leaves later turns out"
+            )
+        if highest >= target.vocab_size:
+            raise InvalidInputError(
+                f"session {conversation.session!r}: token {highest} is outside the target's vocabulary of "
+                f"{target.vocab_size}; give data of this target's tokenizer"
             )
 
 

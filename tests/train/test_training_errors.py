@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import re
 import resource
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig
 
 from agentspec.cache.store import open_store
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
@@ -26,6 +28,7 @@ from agentspec.train.corpus import folder_of
 from agentspec.train.hidden_states import Target
 from agentspec.train.run import train
 from tests.test_files import HOLDER
+from tests.train.conftest import HIDDEN, VOCABULARY
 
 QUIET = Console(quiet=True)
 
@@ -35,6 +38,41 @@ def test_a_tokenizer_that_is_not_there_is_named_by_its_field(settings: dict[str,
     settings["data"]["sources"][0]["tokenizer"] = str(tmp_path / "none.json")
     with pytest.raises(ConfigurationError, match=r"^data\.sources: tokenizer .*none\.json: no such file"):
         train(TrainingConfig.model_validate(settings), QUIET)
+
+
+def test_a_pipe_is_refused_as_it_cannot_be_read_twice(settings: dict[str, Any], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "calls")
+    settings["data"]["sources"][0]["path"] = str(tmp_path / "calls")
+    with pytest.raises(InvalidInputError, match=r"calls: is a pipe or a device, .*; give a file$"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
+def test_a_target_with_damaged_weights_is_named(settings: dict[str, Any], target: Path, tmp_path: Path) -> None:
+    model = tmp_path / "damaged"
+    shutil.copytree(target, model)
+    os.truncate(model / "model.safetensors", 1_000)
+    settings["model"]["name_or_path"] = str(model)
+    with pytest.raises(ConfigurationError, match=r"^model\.name_or_path: .*damaged cannot be loaded \(.*header"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
+def test_a_model_that_writes_no_text_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    ViTConfig().save_pretrained(tmp_path / "pictures")
+    settings["model"]["name_or_path"] = str(tmp_path / "pictures")
+    with pytest.raises(ConfigurationError, match=r"^model\.name_or_path: .*pictures cannot be loaded \(.*vocab_size"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
+def test_sessions_beyond_the_target_s_positions_are_named_with_the_length_to_write(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "short")
+    settings["model"]["name_or_path"] = str(tmp_path / "short")
+    with pytest.raises(InvalidInputError, match=r"session 's\d+': has \d+ tokens, .* write data.max_length: 64, which"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    settings["data"]["max_length"] = 64
+    assert train(TrainingConfig.model_validate(settings), QUIET)["training"]["steps"] == settings["train_iters"]
 
 
 def test_a_recipe_without_sessions_says_so(settings: dict[str, Any]) -> None:
