@@ -54,8 +54,8 @@ def expand_home(path: str | Path) -> Path:
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     """Yield a path to write to. What is written there takes the place of ``path`` when the block ends.
 
-    If the block raises, as on a full disk, ``path`` is as it was, and nothing is left beside it. A link goes on naming
-    its file. sync: whether a power failure, too, leaves either file whole.
+    If the block raises, as on a full disk, ``path`` is as it was, nothing is left beside it, and an OSError names
+    ``path``. A link goes on naming its file. sync: whether a power failure, too, leaves either file whole.
     """
     target = path.resolve()
     part = target.with_name(target.name + ".part")
@@ -65,9 +65,11 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
             with part.open("rb") as written:
                 os.fsync(written.fileno())
         part.replace(target)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             part.unlink()
+        if isinstance(error, OSError) and error.errno and str(error.filename) in ("None", str(part)):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

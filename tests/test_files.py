@@ -47,6 +47,15 @@ def test_an_error_leaves_the_file_as_it_was_and_nothing_beside_it(tmp_path: Path
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_full_disk_is_told_with_the_files_name(tmp_path: Path) -> None:
+    for given in ((errno.ENOSPC, "No space left"), (errno.ENOSPC, "No space left", tmp_path / "file.txt.part")):
+        with pytest.raises(OSError, match="No space left") as error, replacing(tmp_path / "file.txt"):
+            raise OSError(*given)
+        assert error.value.filename == str(tmp_path / "file.txt")
+    with pytest.raises(OSError, match="Not another's"), replacing(tmp_path / "file.txt"):
+        raise OSError(errno.ENOENT, "Not another's", "other.txt")
+
+
 def test_what_a_power_failure_must_not_lose_is_synced_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,14 +142,11 @@ def write_private(path: Path, data: bytes) -> None:
         return
     target = path.resolve()
     warning = create_private(target) if target.exists() else None
-    try:
-        with replacing(target) as part:
-            create_private(part)
-            part.write_bytes(data)
-            if target.exists():
-                part.chmod(stat.S_IMODE(target.stat().st_mode))
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with replacing(path) as part:
+        create_private(part)
+        part.write_bytes(data)
+        if target.exists():
+            part.chmod(stat.S_IMODE(target.stat().st_mode))
     if warning:
         typer.echo(f"warning: {warning}", err=True)
 
