@@ -65,16 +65,19 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("samples", "epochs", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}: at least 1 expected, got {getattr(self, name)}")
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise ConfigurationError(f"{name}: a whole number, at least 1 expected, got {value!r}")
         if self.max_tokens > _MOST_TOKENS:
             raise ConfigurationError(f"max_tokens: at most {_MOST_TOKENS:,} expected, got {self.max_tokens}")
         if isinstance(self.stop, str):  # each of its characters would end a response
             raise ConfigurationError(f"stop: a list of texts expected, got the text {self.stop!r}")
-        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:  # also refuses nan
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ConfigurationError(f"stop: texts that are not empty expected, got {self.stop!r}")
+        numbers = all(isinstance(value, int | float) for value in (self.temperature, self.top_p))
+        if not numbers or not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:  # also refuses nan
             raise ConfigurationError(
-                f"temperature={self.temperature}, top_p={self.top_p}: a temperature of at least 0 and a top_p above 0 "
-                "and up to 1 expected"
+                f"temperature={self.temperature!r}, top_p={self.top_p!r}: a temperature of at least 0 and a top_p "
+                "above 0 and up to 1 expected"
             )
 
 
@@ -154,8 +157,8 @@ class RolloutGenerator:
     engine: of this process, or on Ray. Made with ``rollout_options`` it drafts, and the samples have draft figures.
     A problem's samples are a group: they draft from each other and from those of earlier epochs and runs.
     reward_seconds: the longest that a call of ``reward`` may take; None: no limit. max_waiting: requests given to the
-    engine beyond those that it runs, so that it always has a next one. Raises ConfigurationError for reward_seconds
-    that are no time.
+    engine beyond those that it runs, so that it always has a next one. Raises ConfigurationError for arguments that
+    cannot work.
     """
 
     def __init__(
@@ -168,6 +171,11 @@ class RolloutGenerator:
         update_weights: UpdateWeights | None = None,
         max_waiting: int = 64,
     ) -> None:
+        for name, function in (("reward", reward), ("update_weights", update_weights)):
+            if function is not None and not callable(function):
+                raise ConfigurationError(f"{name}: a function expected, got {type(function).__name__}")
+        if max_waiting < 0:  # nothing would be sampled
+            raise ConfigurationError(f"max_waiting: at least 0 expected, got {max_waiting}")
         self._engine = engine
         self._journal = journal
         self._scores = reward is not None

@@ -449,8 +449,38 @@ def test_a_problem_whose_samples_could_not_be_read_again_is_refused(
         {"top_p": 0},
         {"temperature": float("nan")},
         {"stop": "\n\n"},
+        {"stop": [""]},
+        {"stop": [7]},
+        {"samples": 2.5},
+        {"epochs": "3"},
+        {"max_tokens": None},
+        {"temperature": "1"},
+        {"top_p": None},
     ],
 )
 def test_a_wrong_plan_names_the_field(wrong: dict[str, Any]) -> None:
     with pytest.raises(AgentSpecError, match=next(iter(wrong))):
         Plan(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"reward": "rewards:score"}, "reward: a function expected, got str"),
+        ({"update_weights": 3}, "update_weights: a function expected, got int"),
+        ({"max_waiting": -64}, "max_waiting: at least 0 expected, got -64"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_anything_is_sampled(
+    tmp_path: Path, wrong: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(AgentSpecError, match=message):
+        run(tmp_path / "r.jsonl", Plan(), **wrong)
+
+
+@pytest.mark.parametrize("prompt", [[1, -1], [1, 100], ["one"], [1.5], None])
+def test_what_the_engine_would_die_of_is_refused(tmp_path: Path, prompt: Any) -> None:
+    engine = Engine()
+    with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match=r"problem 'a': .*its prompt"):
+        list(RolloutGenerator(OfflineEngine(LLM(engine)), journal).run([Problem("a", prompt)], Plan()))
+    assert engine.asked == []

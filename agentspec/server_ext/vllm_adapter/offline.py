@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields
@@ -139,15 +140,17 @@ class OfflineEngine:
                     prompt, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
             else:
-                ids = prompt
+                ids = [operator.index(token) for token in prompt]  # type: ignore[arg-type]
         except Exception as error:  # each template refuses in its own way
             raise InvalidInputError(f"the tokenizer or its chat template refuses its prompt: {error}") from None
         if not 0 < len(ids) < self._max_model_len:
             raise InvalidInputError(
                 f"its prompt has {len(ids)} tokens, but the model takes 1 to {self._max_model_len - 1} (max_model_len)"
             )
-        if (highest := max(ids)) > max(tokenizer.max_token_id, self._vocabulary - 1):  # vLLM's own limit
-            raise InvalidInputError(f"its prompt has the token {highest}, which the model does not know")
+        last = max(tokenizer.max_token_id, self._vocabulary - 1)  # vLLM's own limit, which has no lower one
+        for token in (min(ids), max(ids)):
+            if not 0 <= token <= last:
+                raise InvalidInputError(f"its prompt has the token {token}, which the model does not know")
         return [int(token) for token in ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
