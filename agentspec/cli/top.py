@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, NamedTuple
@@ -94,13 +95,24 @@ def top(
             time.sleep(interval)
             console.print(draw(take_sample(server, url, sessions), last, url))
             return
-        with Live(draw(last, None, url), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        with _shown(console) as show:
+            show(draw(last, None, url))
             try:
                 while True:
                     time.sleep(interval)
-                    last = _look_again(server, url, sessions, last, live)
+                    last = _look_again(server, url, sessions, last, show)
             except KeyboardInterrupt:
                 return
+
+
+@contextmanager
+def _shown(console: Console) -> Iterator[Callable[[RenderableType], None]]:
+    """Yield a function that shows tables: on the whole terminal, and in a log or a pipe one after the other."""
+    if not console.is_terminal:
+        yield console.print
+        return
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        yield lambda tables: live.update(tables, refresh=True)
 
 
 def draw(now: Sample, before: Sample | None, url: str) -> RenderableType:
@@ -133,15 +145,17 @@ class _Rates:
         return Counter() if self._before is None else self._now.totals - self._before.totals
 
 
-def _look_again(server: httpx.Client, url: str, sessions: int, last: Sample, live: Live) -> Sample:
+def _look_again(
+    server: httpx.Client, url: str, sessions: int, last: Sample, show: Callable[[RenderableType], None]
+) -> Sample:
     """Show a new sample and return it. While the server is away, say so, and return the last one."""
     try:
         now = take_sample(server, url, sessions)
     except (AgentSpecError, httpx.HTTPError) as error:
         why = str(error) if isinstance(error, AgentSpecError) else f"{without_secrets(url)} does not answer"
-        live.update(Group(Text(why, style="bold red"), draw(last, None, url)), refresh=True)
+        show(Group(Text(why, style="bold red"), draw(last, None, url)))
         return last
-    live.update(draw(now, last, url), refresh=True)
+    show(draw(now, last, url))
     return now
 
 

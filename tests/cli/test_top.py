@@ -103,6 +103,7 @@ def test_it_goes_on_while_the_server_is_away(
     status, printed = agentspec("top")
     assert status == 0 and len(looks) == 3
     assert "this engine does not draft with agentspec" in printed and "fix-42" in printed
+    assert printed.count("2 engines") == 3, "what is no terminal gets each look"
 
 
 @pytest.mark.parametrize(("key", "message"), [(None, "AGENTSPEC_API_KEY"), ("wrong", "AGENTSPEC_API_KEY")])
