@@ -54,6 +54,12 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
     for number, prompt in read_objects(path):
         if not (_is_chat(prompt) or isinstance(prompt.get("prompt"), str)):
             raise InvalidInputError(f'{path}, line {number}: give "messages", a chat, or "prompt", a text')
+        try:
+            json.dumps(prompt, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # the tokenizer would speak of types, once vLLM has started
+            raise InvalidInputError(
+                f"{path}, line {number}: holds half of a surrogate pair, which is no text"
+            ) from None
         if not _are_objects(prompt.get("tools") or []):
             raise InvalidInputError(f"{path}, line {number}: tools: a list of objects expected, as in OpenAI's API")
         if prompt.get("id") is not None:

@@ -116,7 +116,15 @@ def test_prompts_that_newer_vllm_refuses_are_named(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "line",
     [
-        *("{", "[]", "[" * 100_000, '{"prompt": "\udcff"}', '{"messages": []}', '{"messages": [1]}'),
+        *(
+            '{"prompt": "\\ud800"}',
+            "{",
+            "[]",
+            "[" * 100_000,
+            '{"prompt": "\udcff"}',
+            '{"messages": []}',
+            '{"messages": [1]}',
+        ),
         json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": "edit"}),
         *(json.dumps({"messages": "hello"}), json.dumps({"id": 1}), json.dumps({"id": "a\nb", "prompt": "x"})),
     ],
