@@ -228,6 +228,12 @@ class RolloutGenerator:
                 self._engine.begin_epoch()
                 if self._update_weights is not None:
                     figures.weight_version = self._new_weights(self._update_weights, epoch)
+                before = self._journal.weight_version(epoch)
+                if there and before != figures.weight_version:  # no error, as a version may be the time of loading
+                    logger.warning(
+                        "agentspec: epoch %d: weights %s wrote the samples in %s, and weights %s write the rest",
+                        *(epoch, before, self._journal.path, figures.weight_version),
+                    )
                 self._run_epoch(by_id, plan, figures, progress)
             yield figures
 

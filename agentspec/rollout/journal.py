@@ -100,6 +100,7 @@ class Journal:
         self._rewards: dict[Key, float | None] = {}
         self._prompts: dict[str, int] = {}  # hash of the token ids, by the problem's id
         self._sampling: dict[str, Any] = {}  # of its samples, as far as they say
+        self._weights: dict[int, str | None] = {}  # version of the first sample's, by the epoch
         self._file = -1
         self._open()
         self._close_in_forked_processes()
@@ -133,6 +134,10 @@ class Journal:
     def reward(self, key: Key) -> float | None:
         """Return the reward of a sample that it holds; None if it has none."""
         return self._rewards[key]
+
+    def weight_version(self, epoch: int) -> str | None:
+        """Return the version of the weights that wrote an epoch's first sample; None without one."""
+        return self._weights.get(epoch)
 
     def without_reward(self) -> set[Key]:
         """Return the keys of the samples that have no reward."""
@@ -258,6 +263,7 @@ class Journal:
 
     def _note(self, sample: Sample) -> None:
         self._rewards[sample.key] = sample.reward
+        self._weights.setdefault(sample.epoch, sample.weight_version)
         if sample.id not in self._prompts:
             self._prompts[sample.id] = hash(str(sample.prompt_ids))
         if sample.sampling is not None:  # earlier releases wrote less into it, or nothing

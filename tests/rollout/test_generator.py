@@ -353,6 +353,15 @@ def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path
         run(tmp_path / "wrong.jsonl", Plan(samples=1), engine, update_weights=lambda llm, epoch: {})
 
 
+def test_an_epoch_of_two_weights_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "r.jsonl"
+    run(path, Plan(samples=1, epochs=2), update_weights=lambda llm, epoch: f"step {epoch}")
+    run(path, Plan(samples=2, epochs=2), update_weights=lambda llm, epoch: f"step {epoch}")
+    assert "weights" not in caplog.text
+    run(path, Plan(samples=3, epochs=1))
+    assert f"epoch 0: weights step 0 wrote the samples in {path}, and weights None write the rest" in caplog.text
+
+
 def test_an_error_of_the_weights_says_where_the_samples_are(tmp_path: Path) -> None:
     def update(llm: Any, epoch: int) -> None:
         if epoch == 1:
