@@ -39,6 +39,18 @@ def test_no_turn_of_a_session_that_is_being_erased_is_applied() -> None:
     assert cache.has_session(None, "a") and not cache.has_session(None, "b")
 
 
+def test_a_turn_that_another_process_says_after_an_erasure_is_added_though_no_step_was_taken_since() -> None:
+    """An idle engine took its erasures for unended, and its tenant's corpus lacked what others said."""
+    cache, job = SuffixCache(), Future[Erasure]()
+    turns = StoredTurns(cache, BackgroundLoader(MemoryStore()), lambda log, session: False)
+    cache.start("r", [1])  # so that the cache holds the tenant
+    turns.begin_erasure("s", lambda: job)
+    job.set_result(Erasure(1, complete=True))
+    before = cache.stats().tokens
+    turns.add(NS, turn("s", 1))
+    assert turns.followed == 1 and cache.stats().tokens > before
+
+
 def test_what_is_forgotten_of_the_turns_in_hand_is_not_applied() -> None:
     loader, cache = BackgroundLoader(MemoryStore()), SuffixCache()
     turns = StoredTurns(cache, loader, lambda log, session: False)

@@ -50,7 +50,8 @@ class StoredTurns:
 
     def is_erasing(self, session: str) -> bool:
         """Return whether a session is being erased by this process."""
-        return session in self._erasures
+        erasure = self._erasures.get(session)
+        return erasure is not None and not erasure.done()
 
     def begin_erasure(self, session: str, submit: Callable[[], "Future[Erasure]"]) -> "Future[Erasure]":
         """Put no turn of a session into the cache until the job that ``submit`` returns has erased it."""
@@ -81,7 +82,7 @@ class StoredTurns:
     def add(self, log: str, record: TurnRecord) -> None:
         """Add a turn of another process to what the cache holds of its session, group and tenant."""
         with self._applying:
-            if not self._is_erased(log, record.session) and record.session not in self._erasures:
+            if not self._is_erased(log, record.session) and not self.is_erasing(record.session):
                 self.followed += self._restore(record, held_only=not self._is_loading(log, record))
 
     def _apply(self, seconds: float) -> int:
