@@ -219,8 +219,13 @@ def test_what_was_loaded_but_not_applied_is_erased_too(start: Start) -> None:
         assert b.drafts(text(number, 5)) == []
 
 
+@pytest.mark.parametrize("history", ["trimmed", ValueError("no reply that the client understands")])
 def test_running_requests_make_way_where_their_tenant_has_to_be_forgotten(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    history: str | ValueError,
 ) -> None:
     """The start waits for the store for so long only; nothing is drafted until the snapshot's text is gone."""
     from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper
@@ -233,7 +238,9 @@ def test_running_requests_make_way_where_their_tenant_has_to_be_forgotten(
     def unknown(store: Any, namespace: str, after: str) -> str:
         asked.set()
         assert answers.wait(60)
-        return "trimmed"
+        if isinstance(history, ValueError):
+            raise history
+        return history
 
     monkeypatch.setattr("agentspec.cache.store.SQLiteStore.history", unknown)
     monkeypatch.setattr(SnapshotKeeper, "wait_loaded", lambda *_: asked.wait(60) and b"")

@@ -32,7 +32,7 @@ from agentspec.cache.store import (
 from agentspec.cache.store.follower import MAX_LOGS
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.cache.types import DEFAULT_MAX_BYTES
-from agentspec.errors import StoreError, StoreUnavailableError
+from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.stored_turns import StoredTurns
 from agentspec.server_ext.persistence.turn_records import record_of, turn_of
@@ -129,7 +129,7 @@ class Persistence:
                 if known:
                     self._follower.begin(log, tenant, used_too=True)
                     all_told = log in places and self._store.history(log, places[log]) == "whole"
-            except StoreError as error:
+            except Exception as error:  # a store may raise anything, and none of it says what was erased
                 known = not isinstance(error, StoreUnavailableError)  # otherwise only this log cannot be read
                 logger.warning("agentspec: saved suffix indexes are not used, what was erased is unknown: %s", error)
             if not all_told:
