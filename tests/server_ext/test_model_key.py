@@ -1,6 +1,7 @@
 """Which servers share a model's logs: those with the same config and tokenizer, wherever the files lie."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -33,13 +34,20 @@ def test_a_copy_in_another_folder_shares(folder: Path, monkeypatch: pytest.Monke
     assert find_model_key(str(folder)) == find_model_key("copy") == find_model_key("copy", str(MODEL)) == key
 
 
+TOKENIZER_FILES = (
+    *("added_tokens.json", "merges.txt", "vocab.json", "special_tokens_map.json", "tekken.json"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken", "source.spm"),
+)
 CHANGES: dict[str, Callable[[Path], object]] = {
     "config": lambda folder: change(folder / "config.json", hidden_size=193),
     "dtype": lambda folder: change(folder / "config.json", dtype="float32"),
     "quantization": lambda folder: change(folder / "config.json", quantization_config={"bits": 4}),
     "config that is no JSON": lambda folder: (folder / "config.json").write_text("{"),
     "vocabulary": lambda folder: (folder / "tokenizer.json").write_text("{}"),
-    "another file of the tokenizer": lambda folder: (folder / "added_tokens.json").write_text("{}"),
+    **{
+        name: lambda folder, name=name: (folder / name).write_text("{}")  # type: ignore[misc]
+        for name in TOKENIZER_FILES
+    },
     "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
     "no config": lambda folder: (folder / "config.json").unlink(),
 }
@@ -49,6 +57,20 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 def test_another_config_or_tokenizer_does_not_share(folder: Path, what: str) -> None:
     CHANGES[what](folder)
     assert find_model_key(str(folder)) != find_model_key(str(MODEL))
+
+
+def test_a_mistral_folder_is_known_by_its_params(folder: Path, tmp_path: Path) -> None:
+    (folder / "config.json").rename(folder / "params.json")
+    same, other = (shutil.copytree(folder, tmp_path / name) for name in ("same", "other"))
+    change(other / "params.json", hidden_size=193)
+    keys = [find_model_key(str(each)) for each in (folder, same, other)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_the_order_in_a_config_does_not_count(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(dict(reversed(config.items()))))
+    assert find_model_key(str(folder)) == find_model_key(str(MODEL))
 
 
 def test_a_nested_config_counts_and_its_origin_does_not(folder: Path, tmp_path: Path) -> None:
@@ -85,6 +107,8 @@ def test_a_hub_model_shares_with_a_folder_of_the_same_files(folder: Path, monkey
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert find_model_key("org/of-the-test", revision="r1") == find_model_key(str(MODEL))
     assert asked == [("org/of-the-test", "r1")] * 2
+    find_model_key("org/of-the-test", revision="r1", tokenizer_revision="r2")
+    assert asked[2:] == [("org/of-the-test", "r1"), ("org/of-the-test", "r2")]
 
 
 def test_without_its_files_a_model_goes_by_its_name_and_says_so(
@@ -105,6 +129,32 @@ def test_a_model_in_one_file_is_known_by_its_beginning(tmp_path: Path) -> None:
         file.write_bytes(content)
     keys = [find_model_key(str(file)) for file in files]
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_longer_file_with_the_same_beginning_is_another_model(tmp_path: Path) -> None:
+    """As of two sizes of one model: the config and the tokenizer are the same, and the rest is not read."""
+    small, large = tmp_path / "small.gguf", tmp_path / "large.gguf"
+    for file, size in ((small, 33 << 20), (large, 34 << 20)):
+        file.touch()
+        os.truncate(file, size)
+    assert find_model_key(str(small)) != find_model_key(str(large))
+
+
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin"])
+@pytest.mark.parametrize("change", ["beginning", "end", "length"])
+def test_an_adapter_with_other_weights_is_another_one(tmp_path: Path, weights: str, change: str) -> None:
+    contents = {
+        "as it was": bytes(3_000_000),
+        "beginning": b"1" + bytes(2_999_999),
+        "end": bytes(2_999_999) + b"1",
+        "length": bytes(3_000_001),
+    }
+    keys = set()
+    for name in ("as it was", change):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / weights).write_bytes(contents[name])
+        keys.add(adapter_key("name", str(tmp_path / name)))
+    assert len(keys) == 2
 
 
 def test_an_adapter_is_known_by_its_name_and_files_wherever_it_lies(tmp_path: Path) -> None:

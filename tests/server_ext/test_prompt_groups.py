@@ -44,10 +44,37 @@ def test_a_later_turn_joins_the_group_of_its_first_prompt() -> None:
     assert groups.group_of(ANY, other) is None
 
 
-def test_a_few_tokens_that_everybody_begins_with_make_no_group() -> None:
+@pytest.mark.parametrize(("length", "joins"), [(31, False), (32, True)])
+def test_a_few_tokens_that_everybody_begins_with_make_no_group(length: int, joins: bool) -> None:
     groups = PromptGroups(1_000_000)
-    groups.group_of(ANY, prompt(1, 8))
-    assert groups.group_of(ANY, np.concatenate([prompt(1, 8), prompt(2)])) is None
+    groups.group_of(ANY, prompt(1, length))
+    assert (groups.group_of(ANY, np.concatenate([prompt(1, length), prompt(2)])) is not None) == joins
+
+
+def test_a_later_turn_joins_the_longest_prompt_that_it_continues() -> None:
+    groups, long = PromptGroups(1_000_000), prompt(1)
+    assert [groups.group_of(ANY, tokens) for tokens in (long, long[:50])] == [None, None]
+    later = groups.group_of(ANY, np.concatenate([long, prompt(2)]))
+    assert later == groups.group_of(ANY, long) != groups.group_of(ANY, long[:50])
+
+
+def test_a_prompt_that_returns_is_remembered_and_others_are_forgotten() -> None:
+    groups = PromptGroups(max_bytes=10_000)
+    for seed in range(1, 100):
+        groups.group_of(ANY, prompt(0))
+        assert groups.group_of(ANY, prompt(seed)) is None
+    assert groups.group_of(ANY, prompt(0)) is not None and groups.group_of(ANY, prompt(1)) is None
+
+
+def test_later_turns_are_known_by_the_lengths_that_were_used_last() -> None:
+    """There are 256 of them, because a prompt is looked up once for each."""
+    groups = PromptGroups(1_000_000)
+    for length in range(101, 400):
+        groups.group_of(ANY, prompt(0, 100))
+        groups.group_of(ANY, prompt(length, length))
+    kept, forgotten = (np.concatenate([prompt(seed, length), [5, 6]]) for seed, length in ((0, 100), (101, 101)))
+    assert groups.group_of(ANY, kept) == groups.group_of(ANY, prompt(0, 100)) is not None
+    assert groups.group_of(ANY, forgotten) is None
 
 
 @pytest.mark.parametrize("field", ["tenant", "principal"])
