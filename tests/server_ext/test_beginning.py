@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 
 from agentspec.cache.store import encode
 from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.requests.turnover import Turnover
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.step import Batch, NewRequest, Step
+from agentspec.server_ext.step import AcceptanceLength, Batch, NewRequest, RequestState, Step
 from tests.server_ext.plain_engine import in_memory
 from tests.store.helpers import turn, wait_until
 
@@ -157,6 +160,24 @@ def test_a_store_that_is_slow_to_read_holds_up_no_import_for_long(
     server.engine.session("begin", "job", None, "write", "s", None, [encode(turn("s", 1))], False)
     wait_until(lambda: server.engine.session("poll", "job").get("value") == 1)
     held.set()
+
+
+def test_a_step_does_no_more_than_is_likely_to_end_within_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each end takes .3 ms."""
+    now, done = [0.0], list[str]()
+
+    def finish(state: RequestState, output_limit: int | None) -> None:
+        now[0] += 3e-4
+        done.append(state.request_id)
+
+    clock = SimpleNamespace(thread_time=lambda: now[0], monotonic=time.monotonic)
+    monkeypatch.setattr("agentspec.server_ext.requests.turnover.time", clock)
+    turnover = Turnover(lambda *_: None, finish)
+    for name in "abcd":
+        turnover.end(RequestState(name, Identity(), RequestFigures(), AcceptanceLength(0, 0), 0), 8, None)
+    for seconds, ended in ((5e-4, ["a"]), (7e-4, ["a", "b", "c"])):
+        turnover.advance(seconds)
+        assert done == ended
 
 
 def test_nothing_begins_where_drafting_is_switched_off() -> None:

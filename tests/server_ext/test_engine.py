@@ -86,6 +86,17 @@ def test_a_session_ends_behind_its_other_requests() -> None:
     assert not engine.proposer.cache.has_session(None, "s")
 
 
+def test_a_session_ends_also_where_its_last_request_failed_before_its_start() -> None:
+    engine = Engine(scope="session")
+    engine.run("a", [1, 2, 3], TEXT, session="s")
+    requests = engine.proposer._requests
+    requests.begin(NewRequest("last", [1, 2, 3], Identity(None, "s", scope="session", final=True)), 0)
+    requests.fail(requests.of(["last"]))
+    engine.proposer.finish("last", 3, lambda: [1, 2, 3, 4, 5, 6])
+    engine.proposer.finish_if_idle()
+    assert not engine.proposer.cache.has_session(None, "s") and len(engine.turns()) == 1
+
+
 def test_samples_of_one_prompt_are_a_group_without_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two problems whose answers begin alike and go on differently, sampled in turns."""
     answers = {1: TEXT, 2: [*TEXT[:5], *range(300, 355)]}

@@ -85,9 +85,8 @@ class Turnover:
         return [item.state for item in list(self._waiting)]
 
     def starting(self) -> list[RequestState]:
-        """Return the states of the requests that wait for their start, and have neither ended nor failed."""
-        begun = (item.state for item in self._waiting if isinstance(item, Beginning) and item.text is None)
-        return [state for state in begun if not state.failed]
+        """Return the states of the requests that wait for their start and have not ended."""
+        return [item.state for item in self._waiting if isinstance(item, Beginning) and item.text is None]
 
     def begin(self, state: RequestState, new: NewRequest) -> None:
         """Let a request wait for its start. Until then ``state.awaits_start`` is true."""
@@ -102,7 +101,7 @@ class Turnover:
         if state.awaits_start:
             place = next(i for i, item in enumerate(self._waiting) if item.state is state)
             beginning = self._waiting[place]
-            if text is None or state.failed or not isinstance(beginning, Beginning):
+            if text is None or not isinstance(beginning, Beginning):
                 del self._waiting[place]
                 return
             beginning.text = text
