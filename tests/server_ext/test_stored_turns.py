@@ -51,6 +51,20 @@ def test_a_turn_that_another_process_says_after_an_erasure_is_added_though_no_st
     assert turns.followed == 1 and cache.stats().tokens > before
 
 
+@pytest.mark.parametrize("erased", ["now", "just before", "not at all"])
+def test_a_session_that_was_indexed_beforehand_is_not_adopted_while_it_is_erased(erased: str) -> None:
+    loader, cache = BackgroundLoader(MemoryStore()), SuffixCache()
+    turns = StoredTurns(cache, loader, lambda log, session: False)
+    records = [turn("s", number) for number in range(3)]
+    prepared = cache.prepare([turn_of(record) for record in records])
+    if erased == "now":
+        turns.begin_erasure("s", lambda: Future())
+    forgotten = {"s"} if erased == "just before" else set[str]()
+    loader.ready.put(Loaded(Wanted(NS, session="s"), records, prepared=prepared, forgotten=forgotten), set())
+    turns.apply(1.0)
+    assert cache.has_session(None, "s") == (turns.adopted == 1) == (erased == "not at all")
+
+
 def test_what_is_forgotten_of_the_turns_in_hand_is_not_applied() -> None:
     loader, cache = BackgroundLoader(MemoryStore()), SuffixCache()
     turns = StoredTurns(cache, loader, lambda log, session: False)
@@ -59,6 +73,50 @@ def test_what_is_forgotten_of_the_turns_in_hand_is_not_applied() -> None:
     loader.forget("b")
     assert turns.apply(1.0) == 1
     assert [cache.has_session(None, name) for name in "abc"] == [True, False, True]
+
+
+@pytest.mark.parametrize("in_hand", [False, True])
+@pytest.mark.parametrize(
+    ("wanted", "lacks"),
+    [
+        (Wanted(NS, session="s"), {"alone", "of a group", "of a family"}),
+        (Wanted(NS, group="g"), {"of a group"}),
+        (Wanted(NS, family="f"), {"of a family"}),
+        (Wanted(NS, session="another"), set()),
+        (Wanted("another log", session="s"), set()),
+    ],
+)
+def test_what_is_being_loaded_takes_a_turn_that_it_may_have_been_read_without(
+    wanted: Wanted, lacks: set[str], in_hand: bool
+) -> None:
+    """Once loaded, it counts as whole. in_hand: the engine has taken a part of it from the loader."""
+    taken: set[str] = set()
+
+    class Noting(SuffixCache):
+        def restore(self, turn: FinishedTurn, *, held_only: bool = False) -> None:
+            if not held_only:
+                taken.add(turn.writer)
+
+    loader = BackgroundLoader(MemoryStore())
+    turns = StoredTurns(Noting(), loader, lambda log, session: False)
+    loader.ready.put(Loaded(wanted, [turn("loaded", number) for number in range(2)]), set())
+    if in_hand:
+        assert turns.apply(0.0) == 1
+        taken.clear()
+    turns.add(NS, turn("s", 5, writer="alone"))
+    turns.add(NS, turn("s", 6, writer="of a group", group="g"))
+    turns.add(NS, replace(turn("s", 7, writer="of a family"), family="f"))
+    assert taken == lacks
+
+
+def test_a_session_counts_as_loaded_when_all_of_it_has_come() -> None:
+    """The store may fail before the rest comes, and the next request has to ask again."""
+    loader, cache, wanted = BackgroundLoader(MemoryStore()), SuffixCache(), Wanted(NS, session="s")
+    turns = StoredTurns(cache, loader, lambda log, session: False)
+    for records, complete in (([turn("s", 1)], False), ([turn("s", 2)], False), ([], True)):
+        loader.ready.put(Loaded(wanted, records, complete=complete), set())
+        assert turns.apply(1.0) == len(records)
+        assert cache.needs_load(None, "s") is not complete
 
 
 def test_an_erasure_waits_for_the_turn_that_is_put_into_the_cache_just_then() -> None:
