@@ -141,6 +141,8 @@ def test_a_token_that_was_sampled_behind_an_accepted_end_is_not_counted() -> Non
     batch.step(both, drafted=3)
     assert batch.tokens_and_steps("0") == (3, 2)
     assert batch.tokens_and_steps("1") == (5, 2)
+    batch.proposer.note_lengths({"0": 3})  # as the API server says where the request has stop texts too
+    assert batch.tokens_and_steps("0") == (3, 2)
 
 
 def test_the_given_price_goes_with_every_step() -> None:

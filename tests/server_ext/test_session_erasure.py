@@ -140,6 +140,15 @@ class TestErasure:
         assert server.erase(ADA, "one").status_code == 200
         assert not server.drafts(with_adapter)
 
+    def test_other_processes_hear_of_it_under_an_adapter_with_which_a_request_runs(self, start: Start) -> None:
+        """Neither cache nor store holds its text yet; another server may have begun such requests, too."""
+        server = start(ADA, engines=1)
+        with_adapter = server.identity(ADA, "one", adapter="tuned@/adapters/tuned")
+        server.start("running", with_adapter, [9], TEXT)
+        persistence = server.engines[0]._persistence
+        assert server.erase(ADA, "one").status_code == 200
+        assert with_adapter.session in persistence._store.tombstones(persistence.logs.of(with_adapter.tenant))
+
     def test_while_another_process_reads_old_pages_it_is_not_complete(self, start: Start, tmp_path: Path) -> None:
         server = start(ADA, engines=1)
         server.say(server.identity(ADA, "one"))

@@ -27,6 +27,17 @@ def test_the_rest_of_what_was_loaded_is_still_to_be_applied() -> None:
     assert not turns.has_ready() and not turns.has_ready_of(wanted)
 
 
+def test_sessions_of_which_nothing_is_stored_are_applied_a_part_at_a_time_too() -> None:
+    loader, cache, names = BackgroundLoader(MemoryStore()), SuffixCache(), ("new", "newer", "newest")
+    turns = StoredTurns(cache, loader, lambda log, session: False)
+    for name in names:
+        cache.start(name, [1], session=name)
+        loader.ready.put(Loaded(Wanted(NS, session=name), complete=True), set())
+    for left in ([False, True, True], [False, False, True], [False, False, False]):
+        turns.apply(0.0)
+        assert [cache.needs_load(None, name) for name in names] == left
+
+
 def test_no_turn_of_a_session_that_is_being_erased_is_applied() -> None:
     loader, cache, job = BackgroundLoader(MemoryStore()), SuffixCache(), Future[Erasure]()
     turns = StoredTurns(cache, loader, lambda log, session: False)

@@ -10,7 +10,8 @@ from agentspec.cache import SOURCES
 from agentspec.server_ext.api.response_figures import _as_text
 from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.figures.traces import Trace, Traces
-from agentspec.server_ext.identity import DETAIL_KEY, RequestTagger
+from agentspec.server_ext.identity import DETAIL_KEY, Identity, RequestTagger
+from agentspec.server_ext.step import NewRequest
 
 from .plain_engine import TEXT, Engine
 
@@ -41,6 +42,15 @@ def test_a_trace_has_each_token_of_the_response_and_where_it_came_from() -> None
     assert len(told) + len(rejected) == figures["drafted"] > figures["accepted"]
     assert all(len(step["rejected"]) == len(step["rejected_sources"]) for step in found)
     assert 140 in [token for step in found for token in step["rejected"]]  # behind 139 came 7
+
+
+def test_samples_of_one_api_request_share_its_figures_and_the_first_is_traced() -> None:
+    engine = Engine()
+    requests = engine.proposer._requests
+    for name in ("0_cmpl", "1_cmpl"):
+        requests.begin(NewRequest(name, [1, 2, 3], Identity(), api_id="cmpl", detailed=True), 0)
+    assert [state.trace is not None for state in requests.of(["0_cmpl", "1_cmpl"])] == [True, False]
+    assert engine.proposer.request("cmpl") is not None and engine.proposer.request("0_cmpl") is None
 
 
 def test_a_request_that_did_not_ask_has_none() -> None:
