@@ -51,7 +51,7 @@ def test_a_child_drafts_from_its_family(scope: Scope) -> None:
     assert turns == {"root": None, "child": "root"}
 
 
-@pytest.mark.parametrize("length", [1, len(TEXT)])
+@pytest.mark.parametrize("length", [1, 2, len(TEXT)])
 def test_a_session_that_its_client_ends_is_freed(length: int) -> None:
     """Whether its last request is kept or not; the next one begins it again."""
     engine = Engine(scope="session")
@@ -95,6 +95,23 @@ def test_a_session_ends_also_where_its_last_request_failed_before_its_start() ->
     engine.proposer.finish("last", 3, lambda: [1, 2, 3, 4, 5, 6])
     engine.proposer.finish_if_idle()
     assert not engine.proposer.cache.has_session(None, "s") and len(engine.turns()) == 1
+
+
+def test_the_cache_knows_whom_a_request_counts_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, given = Engine(tenant="acme"), dict[str, Any]()
+    start = engine.proposer.cache.start
+
+    def noted(*args: Any, **names: Any) -> None:
+        given.update(names)
+        start(*args, **names)
+
+    monkeypatch.setattr(engine.proposer.cache, "start", noted)
+    identity = Identity("acme", "s", principal="mac", caller="ada", named_tenant="acme", ignored_ids=2)
+    engine.proposer._requests.begin(NewRequest("r", [1, 2, 3], identity), 0)
+    engine.proposer.finish("r", 3, lambda: [1, 2, 3, 4, 5, 6])
+    engine.proposer.finish_if_idle()
+    assert (given["owner"], given["tenant_owner"]) == ("ada", "acme")
+    assert engine.proposer.stats()["counters"]["ignored_ids"] == 2
 
 
 def test_samples_of_one_prompt_are_a_group_without_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +225,7 @@ def test_figures_go_on_where_drafting_has_failed() -> None:
     rows.proposer.finish_if_idle()
     counters = rows.proposer.stats()["counters"]
     assert (counters["started"], counters["finished"], counters["errors_start"]) == (3, 3, 1)
+    assert "errors_finish" not in counters  # a failed request has left the cache already
 
 
 def test_a_batch_whose_request_has_ended_drafts_for_the_others_alone() -> None:

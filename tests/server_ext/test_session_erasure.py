@@ -139,6 +139,8 @@ class TestErasure:
         assert server.draws_on(with_adapter)
         assert server.erase(ADA, "one").status_code == 200
         assert not server.drafts(with_adapter)
+        persistence = server.engines[0]._persistence
+        assert with_adapter.session in persistence._store.tombstones(persistence.logs.of(with_adapter.tenant))
 
     def test_other_processes_hear_of_it_under_an_adapter_with_which_a_request_runs(self, start: Start) -> None:
         """Neither cache nor store holds its text yet; another server may have begun such requests, too."""

@@ -34,7 +34,7 @@ class CachedRequests:
         """
         identity = new.identity
         if state.identity.session != identity.session:  # the session was erased: draft from the request's own text
-            identity = replace(identity, session=None, group=None, scope="none")
+            identity = replace(identity, session=None, scope="none")
         group = self._groups.group_of(identity, prompt)
         try:
             self._cache.start(
