@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.store import Erasure, NewEntry
 from agentspec.errors import StoreUnavailableError
+from agentspec.server_ext import session_admin
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.session_admin import SessionAdmin
 from tests.store.helpers import LOGS, FlakyStore, wait_until
 
 from .stored_engine import NS, TENANT, Engine, records, store, text
@@ -158,6 +161,34 @@ def test_owners_take_turns(store: FlakyStore) -> None:
     assert jobs[0].done()
     assert ran[:6] == ["a0", "b0", "c0", "a1", "b1", "a2"]
     assert [name for name in ran if name.startswith("a")] == [f"a{number}" for number in range(64)]
+    persistence.close()
+
+
+def test_who_polls_is_not_gone_however_long_a_job_takes(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(session_admin, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
+    admin, release = SessionAdmin(persistence, lambda: ()), gate(persistence)
+    for name in ("polled", "left"):
+        assert admin.begin(name, None, "tenants", "s") == {}
+    for now[0] in (4.0, 8.0, 12.0):
+        assert admin.poll("polled") == {}
+    assert admin.begin("next", None, "tenants", "s") == {}  # those whose askers are gone make room for it
+    release()
+    wait_until(lambda: admin.poll("next"))
+    assert admin.poll("polled") == {"value": [], "more": False}
+    assert admin.poll("left")["error"] == "unavailable"
+    persistence.close()
+
+
+def test_a_question_that_the_end_cancels_is_answered(store: FlakyStore) -> None:
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
+    admin, release = SessionAdmin(persistence, lambda: ()), gate(persistence)
+    assert admin.begin("job", None, "tenants", "s") == {}
+    persistence._jobs.close()
+    release()
+    answer = admin.poll("job")
+    assert answer["error"] == "unavailable" and "closed" in answer["message"]
     persistence.close()
 
 
