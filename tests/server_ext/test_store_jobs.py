@@ -3,17 +3,19 @@
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.store import Erasure, NewEntry
+from agentspec.cache.store import Erasure, NewEntry, encode
 from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext import session_admin
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.persistence.turn_records import turn_of
 from agentspec.server_ext.session_admin import SessionAdmin
-from tests.store.helpers import LOGS, FlakyStore, wait_until
+from tests.store.helpers import LOGS, FlakyStore, turn, wait_until
 
 from .stored_engine import NS, TENANT, Engine, records, store, text
 
@@ -161,6 +163,23 @@ def test_owners_take_turns(store: FlakyStore) -> None:
     assert jobs[0].done()
     assert ran[:6] == ["a0", "b0", "c0", "a1", "b1", "a2"]
     assert [name for name in ran if name.startswith("a")] == [f"a{number}" for number in range(64)]
+    persistence.close()
+
+
+def test_a_session_is_new_if_neither_the_cache_nor_the_store_holds_it(store: FlakyStore) -> None:
+    """What the cache holds may not have reached the store, or retention has removed it."""
+    cache = SuffixCache()
+    cache.restore(turn_of(turn("in the cache", 1)))
+    store.append(LOGS.of(None), [NewEntry("in the store", encode(turn("in the store", 1)))])
+    persistence = Persistence(cache, store, LOGS, preload=0)
+    admin = SessionAdmin(persistence, lambda: ())
+    for session, added in (("in the cache", 0), ("in the store", 0), ("new", 1)):
+        records = [encode(turn(session, 2))] * 2  # a text may be given twice
+        assert admin.begin(session, None, "write", session, None, records, True) == {}
+        answer: dict[str, Any] = {}  # it is told once
+        wait_until(lambda answer=answer, session=session: answer.update(admin.poll(session)) or answer)  # type: ignore[misc]
+        assert answer == {"value": added, "more": False}
+        assert len(list(store.read(LOGS.of(None), session=session))) == (session != "in the cache")
     persistence.close()
 
 
