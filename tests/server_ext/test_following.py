@@ -4,10 +4,12 @@ import threading
 import time
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 
 from agentspec.cache import FinishedTurn
+from agentspec.cache.store import NewEntry
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.step import NewRequest
 from tests.store.helpers import wait_until
@@ -29,6 +31,14 @@ def test_what_one_says_the_other_drafts_from(start: Start) -> None:
     assert b.drafts(text(200, 5), tenant="u") == []
     assert a.follower("applied") <= 1 and a.follower("skipped") >= 2  # only what `meet` said
     wait_until(lambda: b.follower("learned") == b.follower("delivered") >= 2)
+
+
+def test_what_others_wrote_and_cannot_be_used_is_counted(start: Start) -> None:
+    a, b = start(), start()
+    meet(a, b)
+    a.store.append(NS, [NewEntry("s", b"damaged"), NewEntry("s", msgpack.packb({"v": 99}))])
+    b.wait(lambda: b.persistence.stats()["refused"] == 2)
+    assert b.persistence.stats()["refused_by_kind"] == {"damaged": 1, "unknown_version": 1}
 
 
 def test_a_turn_that_comes_while_its_session_waits_to_be_applied_is_in_it(start: Start) -> None:

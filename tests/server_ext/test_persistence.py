@@ -328,6 +328,11 @@ def test_queues_are_counted_in_bytes(store: FlakyStore) -> None:
     store.gate.set()
     engine.flush()
     assert persistence.stats()["queued_bytes"] == 0
+    again = Engine(store)
+    again.start([1])
+    wait_until(lambda: again.persistence.stats()["queued_bytes"] > 40_000)  # on the way back
+    again.load()
+    assert again.persistence.stats()["queued_bytes"] == 0
     persistence.close()
 
 
