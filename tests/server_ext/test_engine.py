@@ -11,6 +11,7 @@ from agentspec.cache import FinishedTurn, Scope
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
+from agentspec.server_ext.persistence.turn_records import turn_of
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 
@@ -112,6 +113,21 @@ def test_the_cache_knows_whom_a_request_counts_for(monkeypatch: pytest.MonkeyPat
     engine.proposer.finish_if_idle()
     assert (given["owner"], given["tenant_owner"]) == ("ada", "acme")
     assert engine.proposer.stats()["counters"]["ignored_ids"] == 2
+
+
+@pytest.mark.parametrize("scope", ["tenant", "session"])
+def test_a_stored_turn_says_whose_it_is_and_who_may_draft_from_it(scope: Scope) -> None:
+    engine = Engine(tenant="acme")
+    identity = Identity("acme", "s", "g", scope, session_name="fix-42", group_name="p7", principal="mac")
+    identity = replace(identity, parent_session="root", weight_version="step-9")
+    engine.proposer._requests.begin(NewRequest("r", [1, 2, 3], identity), 0)
+    engine.proposer.finish("r", 3, lambda: [1, 2, 3, 4, 5, 6])
+    engine.proposer.finish_if_idle()
+    (turn,) = engine.turns()
+    assert (turn.tenant, turn.principal, turn.scope, turn.weights) == ("acme", "mac", scope, "step-9")
+    assert (turn.session, turn.session_name, turn.parent_session, turn.group_name) == ("s", "fix-42", "root", "p7")
+    loaded = turn_of(turn)
+    assert (loaded.scope, loaded.owner, loaded.session) == (scope, "mac", "s")
 
 
 def test_samples_of_one_prompt_are_a_group_without_an_id(monkeypatch: pytest.MonkeyPatch) -> None:

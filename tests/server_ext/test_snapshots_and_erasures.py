@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ import pytest
 from agentspec.cache.store import Retention, SQLiteStore, snapshot_path
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.server_ext.persistence.persistence import Persistence
-from tests.store.helpers import LOGS, wait_until
+from agentspec.server_ext.persistence.turn_records import turn_of
+from agentspec.server_ext.persistence.warm_restart import keep_snapshot
+from agentspec.server_ext.settings import Settings
+from tests.store.helpers import LOGS, turn, wait_until
 
+from .plain_engine import in_memory
 from .replicas import NS, TENANT, Start, meet, patience, start, stored, text
 
 __all__ = ["patience", "start"]
@@ -171,6 +176,18 @@ def test_a_snapshot_older_than_what_the_store_keeps_is_deleted(start: Start, tmp
     again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert again.cache.tenants() == [] and not (tmp_path / "snapshot").exists()
     assert again.drafts(text(100, 5), "s") == []
+
+
+def test_a_snapshot_takes_no_more_than_the_store_may(tmp_path: Path) -> None:
+    settings = Settings(store="memory://", retention_bytes=1_000_000)
+    persistence = in_memory(settings)
+    large = replace(turn("s", 1), response=np.arange(200_000, dtype=np.int32) % 1000)
+    persistence.cache.restore(turn_of(large))
+    keeper = keep_snapshot(tmp_path / "snapshot", persistence, settings, note=bytes)
+    keeper.wait_loaded(60)
+    assert not keeper.save() and not (tmp_path / "snapshot").exists()
+    keeper.close()
+    persistence.close()
 
 
 def test_snapshots_of_models_that_are_not_served_any_more_are_deleted_with_age(start: Start, tmp_path: Path) -> None:
