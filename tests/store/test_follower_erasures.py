@@ -12,7 +12,7 @@ from agentspec.cache.store import Entry, Erasure, MemoryStore
 from agentspec.errors import StoreUnavailableError
 from tests.store.helpers import NS, entry_of, turn, wait_until
 
-from .test_follower import LIFE_SECONDS, Process, process
+from .test_follower import LIFE_SECONDS, OTHER, Process, process
 
 __all__ = ["process"]
 
@@ -160,3 +160,23 @@ def test_only_so_many_erased_sessions_are_remembered(process: Process, monkeypat
     log = process.follower._logs[NS]
     wait_until(lambda: len(log.applied) == len(log.numbers) == 3, 20)
     assert [*log.numbers] == ["s3", "s4", "s5"]
+
+
+def test_no_tombstone_waits_for_this_process_s_own_records(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an outage, when thousands of its records are written at once."""
+    monkeypatch.setattr("agentspec.cache.store.follower._READ_SECONDS", 0.0)  # one slice at a time
+    monkeypatch.setattr("agentspec.cache.store.follower._SLICE", 8)
+    skipped_before = list[int]()
+
+    def erase(tenant: str | None, session: str) -> int:
+        skipped_before.append(process.follower.stats().skipped)
+        return 0
+
+    monkeypatch.setattr(process.follower, "_erase", erase)
+    process.store.gate.clear()
+    process.begin(NS, "t")
+    process.store.append_ungated(NS, [entry_of(turn("own", number, writer=OTHER)) for number in range(100)])
+    process.store.erase_session(NS, "s")
+    process.store.gate.set()
+    process.wait(skipped=100, behind=0)
+    assert skipped_before == [8]

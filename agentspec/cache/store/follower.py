@@ -35,8 +35,8 @@ MAX_LOGS = 256
 
 _WAIT_SECONDS = 0.25  # longest wait for new entries
 _READ_SECONDS = 0.25  # longest time to read one log before looking at the others, and for tombstones further on
-_SLICE = 64  # most records,
-_SLICE_BYTES = 1 << 20  # and about the most bytes, that are delivered together
+_SLICE = 64  # most entries,
+_SLICE_BYTES = 1 << 20  # and about the most bytes, that are read before the time is looked at
 _LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
 _RETRY_SECONDS = 0.05  # pause until a tenant with running requests is looked at again
 _MAX_ERASED = 1024  # erased sessions of a log that are remembered when all of it was read
@@ -271,23 +271,23 @@ class Follower:
 
     def _read(self, namespace: str, log: FollowedLog) -> bool:
         """Deliver a log's new records, as long as there is time. Returns whether that was all."""
-        courtesy, batch, size, at = Courtesy(), list[TurnRecord](), 0, log.cursor
+        courtesy, batch, seen, size, at = Courtesy(), list[TurnRecord](), 0, 0, log.cursor
         until = time.monotonic() + _READ_SECONDS
         self.own.note_read_begun(namespace)
         for entry, record in self._reader.read(self._store, namespace, after=log.cursor):
             if isinstance(record, EraseRecord):
                 self._deliver(namespace, batch, courtesy)
-                batch, size = [], 0
+                batch = []
                 self._apply(namespace, log, record.session, entry.sequence)
             elif isinstance(record, TurnRecord) and record.writer == self._writer and not record.imported:
                 self._skip(log, record)
             elif isinstance(record, TurnRecord):
                 batch.append(record)
-                size += record.size
-            at = entry.sequence
-            if len(batch) >= _SLICE or size >= _SLICE_BYTES:
+            seen, at = seen + 1, entry.sequence
+            size += len(entry.payload) if record is None else record.size
+            if seen >= _SLICE or size >= _SLICE_BYTES:
                 self._deliver(namespace, batch, courtesy)
-                batch, size, log.cursor = [], 0, at
+                batch, seen, size, log.cursor = [], 0, 0, at
                 if self._closed or time.monotonic() >= until:
                     return False
             courtesy.pause()
