@@ -12,7 +12,7 @@ import redis
 
 from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, open_store, redis_scripts
 from agentspec.cache.store.redis_losses import LossWatch
-from agentspec.errors import StoreError
+from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS
 
@@ -232,3 +232,21 @@ def test_what_two_threads_miss_at_once_is_counted_whole(monkeypatch: pytest.Monk
     watch.miss(1)
     other.join()
     assert watch.losses == Losses(missing=3)
+
+
+def test_a_batch_that_is_sent_again_is_known_though_the_log_s_sizes_were_evicted(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.append(NS, named("a", 1))
+    evalsha = raw(store).evalsha
+
+    def answer_lost(*arguments: Any) -> None:
+        evalsha(*arguments)
+        raise redis.TimeoutError("Timeout reading from socket")
+
+    with monkeypatch.context() as patch, pytest.raises(StoreUnavailableError):
+        patch.setattr(raw(store), "evalsha", answer_lost)
+        store.append(NS, named("a", 2))
+    raw(store).delete(f"{{agentspec:{NS}}}:3:usage")
+    store.append(NS, named("a", 2))
+    assert len(list(store.read(NS))) == 2

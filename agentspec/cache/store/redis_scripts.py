@@ -106,7 +106,7 @@ APPEND = (
 -- writer that was the last one here ('' for none), the log's first id ever, and the shard's state.
 local writer, batch, cost = tag .. 'w:' .. ARGV[2], ARGV[3], tonumber(ARGV[6])
 local number, first = string.match(redis.call('GET', writer) or '', '^(%d+) (.+)$')
-if number == batch then return {first, number, born or '', state()} end
+if number == batch then return {first, number, born or first, state()} end
 if ARGV[9] ~= '*' then
   if (id_of(redis.call('LINDEX', tag .. 's:' .. ARGV[8], -1)) or '') ~= ARGV[9] then return {'', '', '', state()} end
 end
