@@ -8,7 +8,7 @@ import pytest
 
 from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, Trimmed, Usage
 from agentspec.cache.store.redis_index import LogIndex
-from agentspec.cache.store.redis_shard import ShardState
+from agentspec.cache.store.redis_shard import RedisShard, ShardState
 from tests.store.helpers import NS, wait_until
 
 from .test_redis_store import keys, raw, server, store
@@ -159,3 +159,24 @@ def test_a_log_that_stays_empty_leaves_nothing(store: RedisStore, monkeypatch: p
     assert store.namespaces() == [f"{NS}.7", "kept"]
     assert [entry.payload for entry in store.read(f"{NS}.7")] == [b"again"]
     assert store.losses() == Losses()
+
+
+def test_erasing_from_a_long_group_holds_up_the_server_only_for_a_moment_at_a_time(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.cache.store.redis_shard._WALKED", 200)
+    for session in ("first", "middle", "last"):
+        store.append(NS, [NewEntry(session, b"x", "g")] * 100)
+    pages, sweep = list[int](), RedisShard.sweep
+
+    def noted(shard: RedisShard) -> int:
+        pages.append(sweep(shard))
+        return pages[-1]
+
+    monkeypatch.setattr(RedisShard, "sweep", noted)
+    store.erase_session(NS, "middle")
+    assert pages == [2] * 50 + [0]  # about 100 others are before and behind it
+    store.erase_session(NS, "last")
+    assert pages[51] > 2  # it is looked for from the end
+    assert [entry.session for entry in store.read(NS, group="g")] == ["first"] * 100
+    assert raw(store).llen(f"{{agentspec:{NS}}}:3:g:g") == 100

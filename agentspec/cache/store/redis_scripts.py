@@ -74,9 +74,10 @@ local function next_id(lists)
   return ms, seq
 end
 
-local function drop_reference(id, fields)
+-- count: as LREM's. 1: looks for the reference from the head of its group, -1: from the end.
+local function drop_reference(id, fields, count)
   if fields.g then
-    redis.call('LREM', tag .. 'g:' .. fields.g, 1, id .. ' ' .. fields.b .. ' ' .. fields.s)
+    redis.call('LREM', tag .. 'g:' .. fields.g, count, id .. ' ' .. fields.b .. ' ' .. fields.s)
   end
   redis.call('XDEL', log, id)
 end
@@ -94,6 +95,21 @@ local function fields_of(entry)
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
   return fields
+end
+"""
+
+_SEARCH = """
+local function index_of(key, id)  -- of the first element that is not below this id
+  local ms, seq = string.match(id, '^(%d+)-(%d+)$')
+  ms, seq = tonumber(ms), tonumber(seq)
+  local low, high = 0, redis.call('LLEN', key)
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    local m, s = string.match(redis.call('LINDEX', key, middle), '^(%d+)-(%d+)')
+    m, s = tonumber(m), tonumber(s)
+    if m < ms or (m == ms and s < seq) then low = middle + 1 else high = middle end
+  end
+  return low
 end
 """
 
@@ -193,19 +209,31 @@ return {removed, marked or ''}
 
 SWEEP = (
     _LIBRARY
+    + _SEARCH
     + """
--- ARGV: tag, page. Removes a page of what erased sessions left. Returns how many entries it removed.
+-- ARGV: tag, page, most elements of groups that are walked past, about. Removes a page of what erased sessions left, at
+-- least one entry. Returns how many entries it removed. A group may have 100,000 entries, and LREM walks to each.
 local key = redis.call('SRANDMEMBER', doomed)
 if not key then return 0 end
-local page = redis.call('LRANGE', key, 0, ARGV[2] - 1)
-for _, element in ipairs(page) do
+local removed, walked = 0, 0
+for _, element in ipairs(redis.call('LRANGE', key, 0, ARGV[2] - 1)) do
   local id = id_of(element)
   local reference = redis.call('XRANGE', log, id, id)[1]
-  if reference then drop_reference(id, fields_of(reference)) end
+  local fields, from = reference and fields_of(reference), 1
+  if reference and fields.g then
+    local group = tag .. 'g:' .. fields.g
+    local before = index_of(group, id)
+    local behind = redis.call('LLEN', group) - before
+    if behind < before then from = -1 end
+    walked = walked + math.min(before, behind)
+  end
+  if reference then drop_reference(id, fields, from) end
+  removed = removed + 1
+  if walked >= tonumber(ARGV[3]) then break end
 end
-redis.call('LTRIM', key, #page, -1)
+redis.call('LTRIM', key, removed, -1)
 if redis.call('LLEN', key) == 0 then redis.call('SREM', doomed, key) end
-return math.max(#page, 1)
+return math.max(removed, 1)
 """
 )
 
@@ -230,7 +258,7 @@ for _, entry in ipairs(redis.call('XRANGE', log, '-', ARGV[5], 'COUNT', ARGV[3])
   elseif redis.call('EXISTS', list) == 0 then
     forget(fields.s)  -- it has expired or was evicted
   end
-  drop_reference(id, fields)
+  drop_reference(id, fields, 1)
   if fields.t then count(-1, -(#fields.t + cost)) end
   bytes = bytes + (fields.b or 0) + cost
   removed = removed + 1
@@ -252,21 +280,6 @@ end
 return {state(), 1 - redis.call('EXISTS', log), redis.call('EXISTS', doomed)}
 """
 )
-
-_SEARCH = """
-local function index_of(key, id)  -- of the first element that is not below this id
-  local ms, seq = string.match(id, '^(%d+)-(%d+)$')
-  ms, seq = tonumber(ms), tonumber(seq)
-  local low, high = 0, redis.call('LLEN', key)
-  while low < high do
-    local middle = math.floor((low + high) / 2)
-    local m, s = string.match(redis.call('LINDEX', key, middle), '^(%d+)-(%d+)')
-    m, s = tonumber(m), tonumber(s)
-    if m < ms or (m == ms and s < seq) then low = middle + 1 else high = middle end
-  end
-  return low
-end
-"""
 
 BOUNDS = (
     _SEARCH

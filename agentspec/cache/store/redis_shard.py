@@ -18,6 +18,7 @@ IDLE_SECONDS = 86_400.0
 
 _ROWS = 128  # most entries, and
 _ROWS_BYTES = 1 << 20  # about the most bytes, that a read takes at once
+_WALKED = 100_000  # about the most elements of groups that the server walks past for a page of an erasure, some 10 ms
 
 Id = tuple[int, int]
 """Place of an entry in its log: milliseconds and a count."""
@@ -105,7 +106,7 @@ class RedisShard:
 
     def sweep(self) -> int:
         """Remove a page of what erased sessions left. Returns how many entries it had."""
-        return int(self._run(redis_scripts.SWEEP, [self.tag, _ROWS]))
+        return int(self._run(redis_scripts.SWEEP, [self.tag, _ROWS, _WALKED]))
 
     def state(self) -> tuple[ShardState, bool, bool]:
         """Return what the shard holds, whether it has no keys, and whether something of erased sessions is left.
