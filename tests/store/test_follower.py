@@ -190,6 +190,7 @@ def test_what_was_erased_before_is_erased_at_the_beginning_unless_it_was_used_si
         process.store.erase_session(NS, name)
     process.store.append(NS, [entry_of(turn("b", 2))])
     process.begin(NS, "t")
+    process.begin(NS, "t")  # a second time changes nothing
     assert process.erased == [("t", "a")]
 
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from agentspec.cache.store import Entry, Erasure, MemoryStore
+from agentspec.cache.store import CircuitBreaker, Entry, Erasure, MemoryStore, Retention
 from agentspec.errors import StoreUnavailableError
 from tests.store.helpers import NS, entry_of, turn, wait_until
 
@@ -180,3 +180,48 @@ def test_no_tombstone_waits_for_this_process_s_own_records(process: Process, mon
     process.store.gate.set()
     process.wait(skipped=100, behind=0)
     assert skipped_before == [8]
+
+
+def test_it_is_not_current_after_a_freeze_though_its_connection_is_lost(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was erased meanwhile is not known yet, and the store may be well."""
+    monkeypatch.setattr(process.follower._breaker, "_retry_delay", 600.0)
+    process.begin(NS, "t")
+    process.store.gate.clear()  # its thread hangs in a call, as if it were frozen
+    wait_until(lambda: not process.follower.is_current())
+    process.store.error = StoreUnavailableError("connection reset by peer")
+    process.store.gate.set()
+    process.wait(failed=1)
+    process.store.error = None
+    time.sleep(0.3)
+    assert not process.follower.is_current()
+    process.follower._breaker._until = 0.0  # the pause is over
+    wait_until(process.follower.is_current)
+
+
+def test_it_stays_current_through_a_long_pause_of_an_outage(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LIFE_SECONDS, 2.0)
+    monkeypatch.setattr(process.follower, "_breaker", CircuitBreaker(threshold=1, first_pause=60.0))
+    process.begin(NS, "t")
+    process.store.error = StoreUnavailableError("away")
+    process.wait(state="open")
+    time.sleep(2.5)
+    assert process.follower.is_current()
+
+
+def test_it_is_current_as_soon_as_it_follows_the_first_log(process: Process) -> None:
+    process.follower._alive -= 3_600.0  # for an hour there was nothing to follow
+    process.store.gate.clear()  # so that its thread gives no sign of life
+    process.begin(NS, "t")
+    assert process.follower.is_current()
+
+
+def test_a_tenant_that_is_forgotten_needs_no_erasure_any_more(process: Process) -> None:
+    process.begin(NS, "t")
+    process.faults = 1_000_000
+    process.store.erase_session(NS, "s")
+    wait_until(lambda: not process.follower.is_current())
+    process.store.trim(Retention(records=0))  # the tombstone is gone, before it could be applied
+    wait_until(process.follower.is_current)
+    assert process.forgotten == ["t"]

@@ -196,7 +196,8 @@ class Follower:
                 return False
             pause = self._breaker.wait()
             if pause > 0:
-                self._alive = begun  # the store is known to be away
+                if self._breaker.state == "open" or begun - self._alive < LIFE_SECONDS:
+                    self._alive = begun  # the store is known to be away, and not only since a freeze
                 self._wake.wait_for(lambda: self._closed, min(pause, _WAIT_SECONDS))
                 return time.monotonic() - begun > LIFE_SECONDS  # frozen meanwhile: the store may have come back
         return self._breaker.allow()
@@ -204,12 +205,13 @@ class Follower:
     def _leave_gaps(self, *, all_logs: bool) -> bool:
         """Forget what came from logs that retention has cut further than they were read: an erasure may be gone.
 
-        all_logs: look at all logs; False: only at those that could not be read for a while. Returns whether no gap is
-        left. A tenant with running requests cannot be forgotten, and is `outdated`.
+        all_logs: look at all logs; False: only at those that could not be read for a while, or with an erasure that
+        failed here. Returns whether no gap is left. A tenant with running requests cannot be forgotten, and is
+        `outdated`.
         """
         outdated = set()
         logs = self._to_follow()
-        for name in logs if all_logs else self._refused & logs.keys():
+        for name in logs if all_logs else (self._refused | self._unerased) & logs.keys():
             log = logs[name]
             with self._alone(name, log):
                 if self._store.history(name, log.erased) == "trimmed":
