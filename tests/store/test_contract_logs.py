@@ -45,12 +45,14 @@ def test_newest_gives_the_last_ones_oldest_first(store: Store, session: str | No
     )
 
 
-def test_a_read_ends_with_what_was_there_when_it_began(store: Store) -> None:
-    entries = fill(store, 300)
-    reading = store.read(NS)
+@pytest.mark.parametrize("session", [None, "s1"])
+def test_a_read_ends_with_what_was_there_when_it_began(store: Store, session: str | None) -> None:
+    fill(store, 600)
+    entries = list(store.read(NS, session=session))
+    reading = store.read(NS, session=session)
     first = next(reading)
-    store.append(NS, [NewEntry("s0", b"later")])
-    assert [first.payload, *(entry.payload for entry in reading)] == [payload for _, payload, *_ in entries]
+    store.append(NS, [NewEntry("s1", b"later")])
+    assert [first, *reading] == entries
 
 
 def test_namespaces_are_apart(store: Store) -> None:

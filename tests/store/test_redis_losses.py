@@ -234,10 +234,8 @@ def test_what_two_threads_miss_at_once_is_counted_whole(monkeypatch: pytest.Monk
     assert watch.losses == Losses(missing=3)
 
 
-def test_a_batch_that_is_sent_again_is_known_though_the_log_s_sizes_were_evicted(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.append(NS, named("a", 1))
+def lose_answer(store: RedisStore, batch: list[NewEntry], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Append a batch whose answer does not arrive."""
     evalsha = raw(store).evalsha
 
     def answer_lost(*arguments: Any) -> None:
@@ -246,7 +244,22 @@ def test_a_batch_that_is_sent_again_is_known_though_the_log_s_sizes_were_evicted
 
     with monkeypatch.context() as patch, pytest.raises(StoreUnavailableError):
         patch.setattr(raw(store), "evalsha", answer_lost)
-        store.append(NS, named("a", 2))
+        store.append(NS, batch)
+
+
+def test_a_batch_that_is_sent_again_is_known_though_the_log_s_sizes_were_evicted(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.append(NS, named("a", 1))
+    lose_answer(store, named("a", 2), monkeypatch)
     raw(store).delete(f"{{agentspec:{NS}}}:3:usage")
     store.append(NS, named("a", 2))
-    assert len(list(store.read(NS))) == 2
+    assert [entry.payload for entry in store.read(NS)] == [b"1", b"2"]
+
+
+def test_another_batch_is_not_taken_for_the_one_whose_answer_was_lost(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_answer(store, named("a", 1), monkeypatch)
+    store.append(NS, named("a", 2))
+    assert [entry.payload for entry in store.read(NS)] == [b"1", b"2"]

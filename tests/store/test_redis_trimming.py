@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, Trimmed, Usage
+from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, Trimmed, Usage, open_store
 from agentspec.cache.store.redis_index import LogIndex
 from agentspec.cache.store.redis_shard import RedisShard, ShardState
+from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS, wait_until
 
 from .test_redis_store import keys, raw, server, store
@@ -180,3 +182,11 @@ def test_erasing_from_a_long_group_holds_up_the_server_only_for_a_moment_at_a_ti
     assert pages[51] > 2  # it is looked for from the end
     assert [entry.session for entry in store.read(NS, group="g")] == ["first"] * 100
     assert raw(store).llen(f"{{agentspec:{NS}}}:3:g:g") == 100
+
+
+def test_the_index_has_the_last_appends_of_a_store_that_was_closed(store: RedisStore, server: RedisServer) -> None:
+    """They are noted within a second if appends go on, and otherwise at the end."""
+    with closing(open_store(server.url)) as other:
+        for _ in range(3):
+            other.append(NS, [NewEntry("s", b"x")])
+    assert store.usage().records == 3
