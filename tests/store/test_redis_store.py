@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -388,3 +389,22 @@ def test_a_missing_program_names_the_command_that_installs_it(monkeypatch: pytes
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigurationError, match="apt-get install redis-server"):
         RedisServer()
+
+
+@pytest.mark.parametrize(("count", "size"), [(300, 10), (30, 200_000)])
+@pytest.mark.parametrize("what", [{}, {"group": "g"}, {"session": "s"}])
+def test_no_answer_to_a_read_is_so_large_that_it_takes_long(
+    store: RedisStore, what: dict[str, Any], count: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(count // 10):
+        store.append(NS, [NewEntry("s", bytes(size), "g")] * 10)
+    answers, run = list[list[bytes]](), store._client.run
+
+    def noted(*arguments: Any) -> Any:
+        answers.append(run(*arguments))
+        return answers[-1]
+
+    monkeypatch.setattr(store._client, "run", noted)
+    assert len(list(store.read(NS, **what))) == count
+    assert max(map(len, answers)) <= 128
+    assert max(sum(map(len, answer)) for answer in answers) < 1_300_000

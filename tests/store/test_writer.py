@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from agentspec.cache.store import (
     Trimmed,
     decode,
 )
+from agentspec.cache.store.trimmer import Trimmer
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, entry_of, turn, unwritable, wait_until
 
@@ -318,6 +320,18 @@ def test_the_store_is_trimmed_also_while_it_takes_no_records(
     wait_until(lambda: writer.stats().trimmed == 10)
     assert writer.stats().queued == 1
     writer.close(0.1)
+
+
+def test_the_store_is_not_trimmed_again_before_it_has_grown(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    trim = Mock(return_value=Trimmed(0, more=False))
+    monkeypatch.setattr(store, "trim", trim)
+    trimmer = Trimmer(store, Retention(bytes=1_000))
+    looks = list[int]()
+    for size in (0, 20, 1, 20):  # more than 2 % is enough
+        trimmer.note_written(size)
+        trimmer.trim_if_due()
+        looks.append(trim.call_count)
+    assert looks == [1, 1, 2, 2]
 
 
 def test_trimming_that_fails_costs_no_record_and_is_said_once(

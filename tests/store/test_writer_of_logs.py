@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agentspec.cache.store import BackgroundWriter, NewEntry, decode
+from agentspec.cache.store.waiting_records import WaitingRecords
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import FlakyStore, number_of, turn, unwritable, wait_until
 
@@ -313,3 +314,26 @@ def test_what_waits_aside_is_without_the_session_that_was_erased_while_its_appen
     stats = writer.stats()
     assert (stats.persisted, stats.erased, stats.queued_bytes) == (3, 2, 0)
     writer.close()
+
+
+def test_of_what_waits_for_several_parts_the_oldest_is_dropped_first() -> None:
+    records = WaitingRecords(1 << 30, 3, 64)
+    for number in range(2):
+        records.put(f"log{number}", turn("s", number))
+    older, newer = records.take_batch()
+    records.set_aside("one part", [newer])
+    records.set_aside("another part", [older])
+    for number in range(2, 4):
+        records.put("log", turn("s", number))
+    assert (records.counts.dropped, records.oldest()) == (1, newer.number)
+
+
+def test_an_append_to_a_part_that_is_still_away_is_sent_again_as_it_was() -> None:
+    """So that the store recognises it, where only its answer was lost."""
+    records = WaitingRecords(1 << 30, 64, 64)
+    for number in range(4):
+        records.put("log", turn("s", number))
+    items = records.take_batch()
+    records.set_aside("part", items)
+    records.put_back("part", records.take_aside("part"), refused=False)
+    assert records.take_aside("part") == items
