@@ -190,6 +190,7 @@ def test_it_is_not_current_after_a_freeze_though_its_connection_is_lost(
     process.begin(NS, "t")
     process.store.gate.clear()  # its thread hangs in a call, as if it were frozen
     wait_until(lambda: not process.follower.is_current())
+    time.sleep(1.0)  # so that this call, too, is longer than LIFE_SECONDS
     process.store.error = StoreUnavailableError("connection reset by peer")
     process.store.gate.set()
     process.wait(failed=1)
