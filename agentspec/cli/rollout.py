@@ -104,7 +104,7 @@ def rollout(
         read_problems,
     )
     from agentspec.rollout.formats import folder_for, write_trl, write_verl
-    from agentspec.rollout.generator import distribution
+    from agentspec.rollout.plan import distribution
     from agentspec.server_ext.settings import json_object
     from agentspec.server_ext.vllm_adapter.launch import hand_on
     from agentspec.server_ext.vllm_adapter.offline import Sampling, sampling_params

@@ -8,8 +8,9 @@
 `agentspec rollout` is this on the command line; docs/rl.md says what it brings.
 """
 
-from agentspec.rollout.generator import EpochFigures, Plan, RolloutGenerator, rollout_options
+from agentspec.rollout.generator import RolloutGenerator, rollout_options
 from agentspec.rollout.journal import Journal, Key, Sample
+from agentspec.rollout.plan import EpochFigures, Plan
 from agentspec.rollout.problems import Problem, read_problems
 from agentspec.rollout.ray_engine import RayEngine
 from agentspec.server_ext.vllm_adapter.offline import OfflineEngine

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from agentspec.cli import rollout
 from agentspec.cli.app import main
 from agentspec.rollout import OfflineEngine
-from agentspec.rollout.generator import EpochFigures
+from agentspec.rollout.plan import EpochFigures
 from tests.rollout.test_generator import LLM, Engine
 
 
