@@ -21,8 +21,8 @@ from agentspec.server_ext.step import RequestState
 
 logger = logging.getLogger(__name__)
 
-_MOST_JOBS = 256
-"""Jobs whose answers were not fetched yet, at most."""
+_MOST_JOBS, _MOST_OF_OWNER = 256, 64
+"""Jobs whose answers were not fetched yet, at most: of all askers, and of one principal."""
 _ABANDONED_SECONDS = 5.0
 """Time without a poll after which an asker counts as gone. The routes poll every quarter of a second."""
 _FLUSH_SECONDS = 1.0
@@ -102,7 +102,7 @@ class SessionAdmin:
         adapter or a cache salt sets apart from it.
         """
         try:
-            self._make_room()
+            self._make_room(owner)
             begun = _Job(time.monotonic(), owner)
             begun.futures = self._submit(begun, owner, what, *args)
             self._jobs[job] = begun
@@ -140,11 +140,12 @@ class SessionAdmin:
         with contextlib.suppress(StoreError):  # the next start asks the store what was erased
             self._erased()
 
-    def _make_room(self) -> None:
+    def _make_room(self, owner: str | None) -> None:
         """Forget jobs whose askers are gone. Raises StoreUnavailableError where too many others wait."""
         for name in [name for name, job in self._jobs.items() if job.is_abandoned()]:
             del self._jobs[name]
-        if len(self._jobs) >= _MOST_JOBS:
+        own = sum(job.owner == owner for job in self._jobs.values())
+        if own >= _MOST_OF_OWNER or len(self._jobs) >= _MOST_JOBS:
             raise StoreUnavailableError(f"{len(self._jobs)} questions about sessions wait for their answers; try again")
 
     def _submit(self, begun: _Job, owner: str | None, what: str, *args: Any) -> tuple[Future[Any], ...]:

@@ -200,6 +200,20 @@ def test_who_polls_is_not_gone_however_long_a_job_takes(store: FlakyStore, monke
     persistence.close()
 
 
+def test_answers_that_one_caller_does_not_fetch_leave_room_for_others(store: FlakyStore) -> None:
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
+    admin = SessionAdmin(persistence, lambda: ())
+    for number in range(64):
+        assert admin.begin(f"left-{number}", "a", "tenants", "s") == {}
+        wait_until(lambda: persistence.stats()["jobs"] == 0)
+    refused = admin.begin("one more", "a", "tenants", "s")
+    assert refused["error"] == "unavailable" and "try again" in refused["message"]
+    assert admin.begin("other", "b", "tenants", "s") == {}
+    assert admin.poll("left-0") == {"value": [], "more": False}
+    assert admin.begin("now", "a", "tenants", "s") == {}
+    persistence.close()
+
+
 def test_a_question_that_the_end_cancels_is_answered(store: FlakyStore) -> None:
     persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     admin, release = SessionAdmin(persistence, lambda: ()), gate(persistence)

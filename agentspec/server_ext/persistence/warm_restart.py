@@ -61,7 +61,7 @@ class SnapshotKeeper:
 
     path: the file, readable by its owner alone; each process needs its own. identity: see `snapshot_identity`. note:
     called at each save; `wait_loaded` of the next process returns its bytes. interval: seconds between two saves.
-    max_bytes: no file is kept if the cache holds more (None: no limit). max_age: seconds after which a file of this
+    max_bytes: none is written while the cache holds more (None: no limit). max_age: seconds after which a file of this
     store is deleted unread, be it another model's (None: no limit). places: returns the cursor in each log up to which
     erasures have left the cache. catch_up: takes what was erased since from the loaded cache, given these cursors as of
     the save. Errors are logged and counted, never raised.
