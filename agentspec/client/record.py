@@ -20,20 +20,22 @@ class ReplyRecord:
     """Append replies to a file. It holds what was said, so only its owner may read a new one.
 
     A file that others may read already keeps its mode, and a warning is logged.
-    Raises OSError if the file cannot be opened, and ConfigurationError for what names none, or one that holds
-    something else.
+    Raises ConfigurationError for what names no file, and for one that cannot be written or holds something else.
     """
 
     def __init__(self, path: str | Path) -> None:
         if not path or not isinstance(path, str | Path) or "\0" in str(path):
             raise ConfigurationError(f"record: the name of a file is needed, not {path!r}")
-        path = expand_home(path)
-        if not takes_json_lines(path):
-            raise ConfigurationError(f"record {path}: holds something other than a record; name another file")
-        if warning := create_private(path):
-            logger.warning("agentspec: record: %s", warning)
-        # Half a surrogate pair becomes a JSON escape. Gateways divide characters between chunks.
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        try:
+            path = expand_home(path)
+            if not takes_json_lines(path):
+                raise ConfigurationError(f"record {path}: holds something other than a record; name another file")
+            if warning := create_private(path):
+                logger.warning("agentspec: record: %s", warning)
+            # Half a surrogate pair becomes a JSON escape. Gateways divide characters between chunks.
+            self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise ConfigurationError(f"record {path}: cannot be written: {error.strerror}; name another file") from None
         self._lock = threading.Lock()
 
     def add(self, reply: Reply[Any], parent: str | None, seconds: float) -> None:

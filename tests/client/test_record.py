@@ -101,8 +101,9 @@ def test_others_may_read_what_was_there(server: FakeServer, tmp_path: Path, capl
 
 
 def test_a_record_that_cannot_be_opened_fails_at_once(server: FakeServer, tmp_path: Path) -> None:
-    with pytest.raises(OSError):
-        AgentClient(base_url=server.url, model="small", store=None, record=tmp_path / "no" / "such.jsonl")
+    for path, why in ((tmp_path / "no" / "such.jsonl", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigurationError, match=f"record .*: cannot be written: {why}.*; name another file"):
+            AgentClient(base_url=server.url, model="small", store=None, record=path)
 
 
 def test_a_file_that_holds_something_else_is_refused_and_kept(server: FakeServer, tmp_path: Path) -> None:
