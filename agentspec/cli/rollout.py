@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import operator
 import os
 import secrets
 import signal
@@ -263,7 +264,7 @@ def _function(option: str, name: str) -> Callable[..., Any]:
     if "" not in sys.path and "." not in sys.path:
         sys.path.insert(0, "")
     try:
-        found = getattr(importlib.import_module(module), function)
+        found = operator.attrgetter(function)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"{option} {name}: {error}") from None
     except Exception as error:  # the module is the user's

@@ -1,5 +1,6 @@
 """The loop around the engine, with an engine that answers at once; the real one is in end_to_end/test_rollouts.py."""
 
+import asyncio
 import json
 import time
 from collections import deque
@@ -348,6 +349,12 @@ def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path
         return 9
 
     run(tmp_path / "async.jsonl", Plan(samples=1), engine, update_weights=load)
+    assert engine.asked[-1][1].extra_args["weight_version"] == "9"
+
+    async def notebook() -> None:  # its loop runs in this thread
+        run(tmp_path / "notebook.jsonl", Plan(samples=1), engine, update_weights=load)
+
+    asyncio.run(notebook())
     assert engine.asked[-1][1].extra_args["weight_version"] == "9"
     with pytest.raises(AgentSpecError, match="update_weights: returned dict"):
         run(tmp_path / "wrong.jsonl", Plan(samples=1), engine, update_weights=lambda llm, epoch: {})

@@ -5,6 +5,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -44,6 +45,16 @@ class Answer:
     steps: int
     drafted: int
     accepted: int
+
+
+def _awaited(awaitable: Awaitable[Any]) -> Any:
+    """Return what an awaitable gives, also where a loop runs in this thread already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(result_of(awaitable))
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, result_of(awaitable)).result()
 
 
 async def result_of(awaitable: Awaitable[Any]) -> Any:
@@ -200,7 +211,7 @@ class OfflineEngine:
         """
         returned = update(self.llm, epoch)
         if inspect.isawaitable(returned):
-            returned = asyncio.run(result_of(returned))
+            returned = _awaited(returned)
         if not self.llm.reset_prefix_cache():
             raise RolloutError("vLLM keeps the prefix cache of the weights before, because requests run: end them")
         return returned
