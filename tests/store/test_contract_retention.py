@@ -88,7 +88,22 @@ def test_small_logs_are_trimmed_once_they_hold_what_others_do(store: Store) -> N
     for limit in (60, 30, 24, 12, 2):
         trim(store, Retention(records=limit))
         held.append([len(list(store.read(f"log-{number}"))) for number in range(3)])
-    assert held == [[4, 48, 8], [4, 18, 8], [4, 12, 8], [0, 4, 8], [0, 0, 2]]
+    assert held == [[4, 48, 8], [4, 18, 8], [4, 12, 8], [3, 3, 6], [0, 1, 1]]
+
+
+def test_one_slice_leaves_a_log_half_of_the_mean_one(store: Store) -> None:
+    """Or else the few turns of a caller, who holds more than that, would all go at once because they are the oldest."""
+    store.append("idle", [NewEntry("s", b"x")] * 8)
+    time.sleep(0.002)  # Redis knows milliseconds
+    store.append("small", [NewEntry("s", b"x")])
+    store.append("endless", [NewEntry("s", b"x")] * 19)
+    assert trim(store, Retention(records=20)) == 8
+    assert [len(list(store.read(log))) for log in ("idle", "small", "endless")] == [4, 1, 15]
+    for _ in range(10):
+        store.append("endless", [NewEntry("s", b"x")] * 20)
+        assert trim(store, Retention(records=20)) == 20
+    left = [len(list(store.read(log))) for log in ("idle", "small", "endless")]
+    assert left[0] >= 3 and left[1] == 1 and sum(left) == 20
 
 
 def test_retention_spares_what_is_newer_than_the_oldest_of_a_third_log(store: Store) -> None:

@@ -156,18 +156,28 @@ class LogIndex:
         self.flush()
         return self._by_age(0, count)
 
-    def oldest_of_larger(self, count: int) -> list[tuple[int, str]]:
-        """Return the same, but no shard that holds less than half of the mean one, unless the oldest 4,096 all do."""
-        size = self.totals().bytes
-        least = size / 2 / max(1, self._client.command("HLEN", self._sizes))
+    def oldest_of_larger(self, count: int) -> tuple[dict[str, int], list[tuple[int, str]]]:
+        """Return what may go of shards that hold at least half of the mean one, and ``oldest`` without the others.
+
+        What may go: by shard, the bytes that it holds beyond that half; all of a shard that is not named. If the oldest
+        4,096 shards all hold less than that half, the oldest are returned, and all of them may go.
+        """
+        size, shards = self.totals().bytes, max(1, self._client.command("HLEN", self._sizes))
+        least = size / 2 / shards if shards > 1 else 0.0
         found: list[tuple[int, str]] = []
+        may_go: dict[str, int] = {}
         for begin in range(0, _MOST_SPARED, _AGE_PAGE):
             page = self._by_age(begin, _AGE_PAGE)
             sizes = self._client.command("HMGET", self._sizes, *(name for _, name in page)) if page else []
-            found += [one for one, held in zip(page, sizes, strict=True) if not held or int(held.split()[1]) >= least]
+            for one, state in zip(page, sizes, strict=True):
+                held = int(state.split()[1]) if state else None
+                if held is None or held >= least:
+                    found.append(one)
+                    if held is not None and least:
+                        may_go[one[1]] = int(held - least) + 1
             if len(page) < _AGE_PAGE or len(found) >= count:
                 break
-        return found[:count] or self._by_age(0, count)
+        return (may_go, found[:count]) if found else ({}, self._by_age(0, count))
 
     def doom(self, name: str) -> None:
         """Note that a shard's erased sessions are about to be removed."""

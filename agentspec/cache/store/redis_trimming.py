@@ -145,16 +145,25 @@ class Trimming:
             self._remove(piece, self._index.oldest(SLICE_ENTRIES), away)
         piece.cutoff, piece.records, piece.bytes = -1, piece.records + records, piece.bytes + size
         if piece.takes(0):
-            self._remove(piece, self._index.oldest_of_larger(SLICE_ENTRIES), away)
+            spared, oldest = self._index.oldest_of_larger(SLICE_ENTRIES)
+            self._remove(piece, oldest, away, spared)
         if away and not piece.removed:
             raise next(iter(away.values()))
         return piece.removed
 
-    def _remove(self, piece: _Slice, oldest: list[tuple[int, str]], away: dict[str, StoreUnavailableError]) -> None:
+    def _remove(
+        self,
+        piece: _Slice,
+        oldest: list[tuple[int, str]],
+        away: dict[str, StoreUnavailableError],
+        spared: dict[str, int] | None = None,
+    ) -> None:
         """Remove the oldest entries of these logs together, as far as ``piece`` goes.
 
         oldest: a heap of the times of the logs' oldest entries, and their names. away: errors of parts of the store.
+        spared: by log, how many bytes may go before no more of it does; None: all.
         """
+        may_go = {} if spared is None else dict(spared)
         while oldest and piece.takes(oldest[0][0]):
             written, name = oldest[0]
             next_log = min((head for head, _ in oldest[1:3]), default=None)
@@ -162,7 +171,8 @@ class Trimming:
             part = self._client.part(shard.tag)
             if part not in away:
                 try:
-                    went, freed, state = shard.trim(*piece.share(written, next_log))
+                    entries, size, until = piece.share(written, next_log)
+                    went, freed, state = shard.trim(entries, min(size, may_go.get(name, size)), until)
                 except StoreUnavailableError as error:
                     away[part] = error
                 except StoreError as error:  # of this shard
@@ -170,7 +180,9 @@ class Trimming:
             if state is not None:
                 self._index.note(name, state)
                 piece.note(went, freed)
-            if went and state is not None and state.oldest is not None:
+                if name in may_go:
+                    may_go[name] -= freed
+            if went and state is not None and state.oldest is not None and may_go.get(name, 1) > 0:
                 heapq.heapreplace(oldest, (state.oldest, name))
             else:
                 heapq.heappop(oldest)

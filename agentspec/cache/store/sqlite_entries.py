@@ -10,6 +10,8 @@ Values = tuple[str | int | float, ...]
 Query = tuple[str, Values]
 """A part of an SQL query, and its values."""
 
+_LOOKED_AT = 16 * SLICE_ENTRIES
+"""Most entries that a slice looks at: those of logs that are down to what is spared are passed over."""
 _SEQUENCES = 2**63
 """One more than SQLite's largest integer."""
 
@@ -64,19 +66,22 @@ def _beyond_limits(connection: sqlite3.Connection, retention: Retention) -> list
     """Return sequence and log of a slice of the oldest entries beyond the limits; none if all are within them."""
     if retention.days is not None:
         cutoff = time.time() - retention.days * 86_400
-        if too_old := _first(connection, "entries WHERE created < ? ORDER BY created", (cutoff,), SLICE_ENTRIES, 0):
+        query = "entries WHERE created < ? ORDER BY created", (cutoff,)
+        if too_old := _first(connection, query, SLICE_ENTRIES, 0):
             return too_old
     count = size = 0
     if retention.records is not None:
         count = records_held(connection) - retention.records
     if retention.bytes is not None:
         size = (pragma(connection, "page_count") - pragma(connection, "freelist_count")) * PAGE_SIZE - retention.bytes
-    return _first(connection, *_that_may_go(connection), count, size) if count > 0 or size > 0 else []
+    if count <= 0 and size <= 0:
+        return []
+    logs, spared = connection.execute("SELECT count(*), avg(bytes) / 2 FROM logs WHERE records > 0").fetchone()
+    return _first(connection, _that_may_go(connection, spared), count, size, spared if logs > 1 else 0)
 
 
-def _that_may_go(connection: sqlite3.Connection) -> Query:
-    """Return what selects entries to remove, the oldest first: none of a log with less than half of the mean log."""
-    (spared,) = connection.execute("SELECT avg(bytes) / 2 FROM logs WHERE records > 0").fetchone()
+def _that_may_go(connection: sqlite3.Connection, spared: float) -> Query:
+    """Return what selects entries to remove, the oldest first: none of a log with fewer than ``spared`` bytes."""
     # Entries of spared logs pile up in front of the others, so the search begins behind these.
     first_of_log = "SELECT min(sequence) FROM entries WHERE namespace = logs.namespace"
     query = f"SELECT min(bytes), min(CASE WHEN bytes >= ? THEN ({first_of_log}) END) FROM logs WHERE records > 0"
@@ -88,15 +93,27 @@ def _that_may_go(connection: sqlite3.Connection) -> Query:
 
 
 def _first(
-    connection: sqlite3.Connection, entries: str, values: Values, count: int, size: int
+    connection: sqlite3.Connection, query: Query, count: int, size: int, spared: float = 0
 ) -> list[tuple[int, str]]:
-    """Return the first of these entries: so many, or more if these hold fewer than ``size`` bytes; a slice at most."""
+    """Return the first of these entries: so many, or more if these hold fewer than ``size`` bytes; a slice at most.
+
+    spared: bytes of a log below which the slice takes no more of it; 0: it may take all.
+    """
     found: list[tuple[int, str]] = []
     held = 0
-    rows = connection.execute(f"SELECT sequence, namespace, size FROM {entries} LIMIT ?", (*values, SLICE_ENTRIES))
+    held_by: dict[str, int] = {}
+    entries, values = query
+    rows = connection.execute(f"SELECT sequence, namespace, size FROM {entries} LIMIT ?", (*values, _LOOKED_AT))
     for sequence, namespace, payload in rows:
-        if held >= SLICE_BYTES or (len(found) >= count and held >= size):
+        if len(found) == SLICE_ENTRIES or held >= SLICE_BYTES or (len(found) >= count and held >= size):
             break
+        if spared:
+            if namespace not in held_by:
+                of_log = "SELECT bytes FROM logs WHERE namespace = ?"
+                (held_by[namespace],) = connection.execute(of_log, (namespace,)).fetchone()
+            if held_by[namespace] < spared:
+                continue
+            held_by[namespace] -= payload + OVERHEAD
         found.append((sequence, namespace))
         held += payload + OVERHEAD
     return found
