@@ -252,13 +252,19 @@ def _parse(body: bytes | bytearray) -> ExportedSession | SessionTexts:
         # pydantic's own parser would copy a turn for each of its errors
         given = json.loads(body)
         _check_count(given)
-        texts = isinstance(given, dict) and "turns" not in given and not given.keys().isdisjoint(("messages", "texts"))
+        texts = [field for field in ("messages", "texts") if isinstance(given, dict) and field in given]
+        if texts and "turns" in given:
+            raise _refused(f"{texts[0]}: not beside turns; give them in a second call, which adds to the session")
         return (SessionTexts if texts else ExportedSession).model_validate(given)
-    except (ValueError, RecursionError) as error:
-        if not isinstance(error, ValidationError):
-            raise _refused("body: not JSON; give what `agentspec sessions export` wrote") from None
+    except RecursionError:
+        raise _refused("body: nested too deeply; give what `agentspec sessions export` wrote") from None
+    except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
+        if first["loc"] == ("version",):
+            raise _refused("version: 1 expected; an export of another version needs a server that knows it") from None
         raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
+    except ValueError:
+        raise _refused("body: not JSON; give what `agentspec sessions export` wrote") from None
 
 
 def _check_count(given: Any) -> None:
