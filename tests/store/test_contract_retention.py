@@ -186,3 +186,27 @@ def test_it_knows_whether_retention_took_something_behind_a_cursor(store: Store)
     while store.trim(Retention(records=0)).more:
         pass
     assert store.history(NS, end) == "whole" and store.history(NS, cursors[2]) == "trimmed"
+
+
+def test_the_end_of_a_log_is_whole_though_retention_has_emptied_it_or_others(store: Store) -> None:
+    """Or else a tenant who is new, or who was away for long, would be forgotten each second, with running requests."""
+    store.append(NS, [NewEntry("s", b"x")] * 3)
+    store.append("small", [NewEntry("s", b"x")])
+    assert trim(store, Retention(records=0)) == 4
+    for log in (NS, "small", "new"):
+        end = store.newest(log)
+        assert list(store.read(log, after=end)) == [] and store.history(log, end) == "whole", log
+        (sequence,) = store.append(log, [NewEntry("s", b"y")])
+        assert end < sequence == store.newest(log)
+        assert store.wait({log: end}, 0.0) == [log]
+
+
+def test_a_log_that_was_spared_is_whole_though_larger_ones_were_emptied(store: Store) -> None:
+    entries = store.append("small", [NewEntry("s", b"x")] * 2)
+    time.sleep(0.002)  # Redis knows milliseconds
+    store.append("large", [NewEntry("s", bytes(100_000))])
+    time.sleep(0.002)
+    store.append("endless", [NewEntry("s", bytes(10_000))] * 9)
+    assert trim(store, Retention(records=10)) == 2
+    assert list(store.read("large")) == [] and store.history("large", "") == "trimmed"
+    assert [store.history("small", cursor) for cursor in ("", *entries)] == ["whole"] * 3

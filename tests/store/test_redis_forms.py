@@ -333,3 +333,14 @@ def test_turns_wait_while_the_password_is_wrong() -> None:
         writer.close()
         assert len(list(store.read(NS))) == 3
         store.close()
+
+
+def test_the_end_of_a_log_is_whole_though_retention_has_emptied_one_of_its_shards(server: RedisServer) -> None:
+    with closing(open_store(f"{server.url}?shards=2&prefix=emptied")) as store:
+        store.append(NS, [NewEntry("s", b"x")])
+        time.sleep(0.002)
+        store.append(NS, [NewEntry("t", b"x")])  # in the other shard
+        while store.trim(Retention(records=1)).more:
+            pass
+        assert [entry.session for entry in store.read(NS)] == ["t"]
+        assert store.history(NS, store.newest(NS)) == "whole"

@@ -168,7 +168,10 @@ class Store(Protocol):
         ...
 
     def newest(self, namespace: str) -> str:
-        """Return the cursor of the newest entry of a log; "", which is before all entries, if there is none."""
+        """Return the cursor of a log's end, behind which it has nothing; "", which is before all entries, if it is new.
+
+        Where retention has removed the newest entry, the cursor is that entry's or a later one.
+        """
         ...
 
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:

@@ -139,6 +139,11 @@ class RedisShard:
         found: dict[bytes, bytes] = self._client.command("HGETALL", f"{self.tag}tombstones")
         return [(parsed(number), session.decode()) for session, number in found.items() if parsed(number) > low]
 
+    def last(self) -> Id:
+        """Return the id of the newest entry that was ever appended."""
+        last = self._client.command("HGET", f"{self.tag}usage", "last")
+        return parsed(last) if last else START
+
     def history(self, low: Id) -> History:
         """Return what the shard still has of all that came behind ``low``. A log that began later was lost before."""
         commands = [("XRANGE", f"{self.tag}log", "-", "+", "COUNT", 1), ("HMGET", f"{self.tag}usage", "born", "last")]

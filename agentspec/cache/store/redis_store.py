@@ -174,6 +174,8 @@ class RedisStore:
 
     def newest(self, namespace: str) -> str:
         (ends,) = self._layout.ends(self._client, [namespace]).values()
+        shards = zip(self._shards(namespace), ends, strict=True)
+        ends = [shard.last() if end == START else end for shard, end in shards]  # `history` finds START trimmed
         last = max(ends)
         return "" if last == START else self._layout.cursor(ends.index(last), last, ends)
 

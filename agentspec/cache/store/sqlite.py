@@ -128,9 +128,11 @@ class _Database:
     def newest(self, namespace: str) -> str:
         check_namespace(namespace)
         with self._read() as connection:
+            trimmed = last_trimmed(connection, namespace)  # `history` finds any cursor before it trimmed
             query = "SELECT max(sequence) FROM entries WHERE namespace = ?"
             (newest,) = connection.execute(query, (namespace,)).fetchone()
-        return "" if newest is None else cursor_of(newest)
+        newest = max(newest or 0, trimmed)
+        return cursor_of(newest) if newest else ""
 
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
         places = json.dumps({check_namespace(name): sequence_of("cursors", at) for name, at in cursors.items()})

@@ -57,7 +57,7 @@ def records_held(connection: sqlite3.Connection) -> int:
 
 def last_trimmed(connection: sqlite3.Connection, namespace: str) -> int:
     """Return the last sequence that retention may have removed from a log; 0: it removed nothing."""
-    query = "SELECT max(trimmed) FROM logs WHERE namespace IN ('', ?)"
+    query = "SELECT trimmed FROM logs WHERE namespace IN ('', ?) ORDER BY namespace DESC LIMIT 1"
     (sequence,) = connection.execute(query, (namespace,)).fetchone()
     return int(sequence)
 

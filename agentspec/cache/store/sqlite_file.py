@@ -53,16 +53,17 @@ _SCHEMA = (
 )
 
 # Made after `entries`, because files of earlier releases lack it. Triggers keep it true, whichever release writes.
-# trimmed: the last sequence that retention took of a log. The row of '' has that of logs which have no row.
+# trimmed: the last sequence that retention may have taken of a log. The row of '' has that of logs which have no row.
 _LOGS = (
     "CREATE TABLE logs (namespace TEXT PRIMARY KEY, records INTEGER NOT NULL, bytes INTEGER NOT NULL,"
     " trimmed INTEGER NOT NULL) WITHOUT ROWID",
-    f"INSERT INTO logs SELECT namespace, count(*), sum(size + {OVERHEAD}), 0 FROM entries GROUP BY namespace",
     # Earlier releases took the oldest entries of all logs.
     "INSERT INTO logs SELECT '', 0, 0, ifnull((SELECT min(sequence) - 1 FROM entries),"
     " (SELECT total(seq) FROM sqlite_sequence WHERE name = 'entries'))",
+    f"INSERT INTO logs SELECT namespace, count(*), sum(size + {OVERHEAD}), (SELECT trimmed FROM logs) FROM entries"
+    " GROUP BY namespace",
     "CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN"
-    " INSERT OR IGNORE INTO logs VALUES (new.namespace, 0, 0, 0);"
+    " INSERT OR IGNORE INTO logs SELECT new.namespace, 0, 0, trimmed FROM logs WHERE namespace = '';"
     f" UPDATE logs SET records = records + 1, bytes = bytes + new.size + {OVERHEAD} WHERE namespace = new.namespace;"
     " END",
     "CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN"
