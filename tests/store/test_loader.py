@@ -277,13 +277,15 @@ def test_a_session_that_always_times_out_blocks_no_other_and_is_given_up(caplog:
 
 
 @pytest.mark.parametrize("error", [StoreError("damaged file"), RuntimeError("a bug")])
-def test_a_read_that_can_never_work_is_given_up(store: FlakyStore, loader: BackgroundLoader, error: Exception) -> None:
+def test_a_read_that_can_never_work_is_given_up(
+    store: FlakyStore, loader: BackgroundLoader, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     fill(store, 9)
     store.error = error
     loader.request(session("s0"))
     loader.request(CORPUS, 5)
     assert gather(loader, session("s0"), CORPUS) == []
-    assert (loader.stats().failed, loader.stats().given_up) == (2, 2)
+    assert (loader.stats().failed, loader.stats().given_up, len(caplog.records)) == (2, 2, 1)
     store.error = None
     loader.request(session("s0"))
     assert len(gather(loader, session("s0"))) == 3

@@ -42,7 +42,7 @@ class OwnErasures:
                 if (log, session) not in self._running:
                     if not self._follows(log):
                         self._sessions.pop((log, session), None)
-                    elif (log, session) in self._sessions:
+                    else:
                         self._sessions[log, session] = True
                 self._changed.notify_all()
         return erasure

@@ -1,0 +1,72 @@
+"""What a process knows of its own erasures while some of them run."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from agentspec.cache.store import Erasure, MemoryStore
+from agentspec.cache.store.own_erasures import OwnErasures
+from tests.store.helpers import NS
+
+
+class HangingStore(MemoryStore):
+    """A store in which an erasure hangs while ``held`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = False
+        self.goes_on = threading.Event()
+        self.reached = threading.Event()
+
+    def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:
+        if self.held:
+            self.held = False
+            self.reached.set()
+            assert self.goes_on.wait(60)
+        return super().erase_session(namespace, session, mark=mark)
+
+
+@pytest.fixture
+def store() -> Iterator[HangingStore]:
+    opened = HangingStore()
+    yield opened
+    opened.goes_on.set()
+
+
+def begin_erasure(store: HangingStore, own: OwnErasures) -> threading.Thread:
+    """Begin an erasure that hangs in the store."""
+    store.held = True
+    erasing = threading.Thread(target=own.erase_session, args=(NS, "s"), daemon=True)
+    erasing.start()
+    assert store.reached.wait(60)
+    return erasing
+
+
+def test_a_session_counts_as_being_erased_until_the_last_of_its_erasures_ends(store: HangingStore) -> None:
+    """Or else what was said before that one would be drafted from: its tombstone is not applied here."""
+    own = OwnErasures(store, lambda log: True)
+    erasing = begin_erasure(store, own)
+    own.erase_session(NS, "s")
+    own.note_read_begun(NS)
+    assert own.may_be_older(NS, "s")
+    own.note_tombstone_read(NS, "s")
+    assert own.may_be_older(NS, "s")
+    store.goes_on.set()
+    erasing.join(60)
+    own.note_read_begun(NS)
+    assert not own.may_be_older(NS, "s")
+
+
+def test_who_asks_waits_neither_for_what_is_known_nor_at_the_end(store: HangingStore) -> None:
+    own, answers = OwnErasures(store, lambda log: True), list[bool]()
+    tombstone = own.erase_session(NS, "s").tombstone
+    assert tombstone is not None
+    begin_erasure(store, own)
+    for name, answer in ((tombstone, True), ("another", False)):
+        asking = threading.Thread(target=lambda at=name: answers.append(own.wrote(NS, "s", at, 3_600.0)), daemon=True)
+        asking.start()
+        if not answer:
+            own.close()
+        asking.join(20)
+        assert answers.pop() is answer
