@@ -70,3 +70,13 @@ def test_who_asks_waits_neither_for_what_is_known_nor_at_the_end(store: HangingS
             own.close()
         asking.join(20)
         assert answers.pop() is answer
+
+
+def test_who_asks_is_answered_as_soon_as_the_erasure_ends(store: HangingStore) -> None:
+    own, answers = OwnErasures(store, lambda log: True), list[bool]()
+    begin_erasure(store, own)
+    asking = threading.Thread(target=lambda: answers.append(own.wrote(NS, "s", "another", 3_600.0)), daemon=True)
+    asking.start()
+    store.goes_on.set()
+    asking.join(20)
+    assert answers == [False]

@@ -373,6 +373,21 @@ def test_a_file_of_an_earlier_release_gets_what_it_lacks(tmp_path: Path) -> None
         assert second.history("other", cursors[3]) == "whole"
 
 
+def test_a_tombstone_that_an_earlier_release_trims_is_missed(tmp_path: Path) -> None:
+    """A server of that release may run beside this one. It took the oldest entries, and kept no note of that."""
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        cursors = store.append(NS, [NewEntry("s", b"x")] * 2)
+        for _ in range(2):
+            store.erase_session(NS, "s")
+        assert store.history(NS, cursors[1]) == "whole", "a newer tombstone took the place of the first"
+        end = store.append(NS, [NewEntry("t", b"y")])[0]
+        with closing(sqlite3.connect(path)) as old:
+            old.execute("DELETE FROM entries WHERE sequence < (SELECT max(sequence) FROM entries)")
+            old.commit()
+        assert [store.history(NS, cursor) for cursor in (cursors[1], end)] == ["trimmed", "whole"]
+
+
 def test_logs_that_are_empty_take_no_room(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     with closing(SQLiteStore(path)) as store:

@@ -190,9 +190,9 @@ class _Database:
                 marked = connection.execute(theirs, (namespace, session, 1)).fetchone()
                 tombstone = marked[0] if marked else None
                 if mark:
-                    delete(connection, (theirs, (namespace, session, 1)))
                     entry = NewEntry(session, encode(EraseRecord(session)))
                     tombstone = insert(connection, namespace, entry, time.time(), erased=True)
+                    delete(connection, (f"{theirs} AND sequence < ?", (namespace, session, 1, tombstone)))
             complete = empty_log(connection, to_erase=True)
             return Erasure(removed, complete, None if tombstone is None else cursor_of(tombstone))
 

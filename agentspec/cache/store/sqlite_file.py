@@ -68,6 +68,9 @@ _LOGS = (
     " END",
     "CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN"
     f" UPDATE logs SET records = records - 1, bytes = bytes - old.size - {OVERHEAD} WHERE namespace = old.namespace;"
+    # Earlier releases trim without a note. What must not go unnoticed is a session's last tombstone.
+    " UPDATE logs SET trimmed = max(trimmed, old.sequence) WHERE namespace = old.namespace AND old.erased = 1 AND NOT"
+    " EXISTS (SELECT 1 FROM entries WHERE namespace = old.namespace AND session = old.session AND erased = 1);"
     " END",
 )
 
