@@ -210,3 +210,23 @@ def test_a_log_that_was_spared_is_whole_though_larger_ones_were_emptied(store: S
     assert trim(store, Retention(records=10)) == 2
     assert list(store.read("large")) == [] and store.history("large", "") == "trimmed"
     assert [store.history("small", cursor) for cursor in ("", *entries)] == ["whole"] * 3
+
+
+def test_logs_that_were_emptied_do_not_count_in_the_mean(store: Store) -> None:
+    small = store.append("small", [NewEntry("s", b"x")] * 4)
+    time.sleep(0.002)  # Redis knows milliseconds
+    for number in range(30):
+        store.append(f"gone-{number}", [NewEntry("s", b"x")])
+        store.erase_session(f"gone-{number}", "s", mark=False)
+    store.append("large", [NewEntry("s", b"x")] * 100)
+    assert trim(store, Retention(records=90)) == 14
+    assert [entry.sequence for entry in store.read("small")] == small
+
+
+def test_what_age_took_counts_towards_the_number(store: Store) -> None:
+    store.append(NS, [NewEntry("s", b"old")] * 10)
+    middle = time.time() + 0.01
+    time.sleep(1.5)
+    store.append(NS, [NewEntry("s", b"new")] * 10)
+    assert trim(store, Retention(days=(time.time() - middle) / 86_400, records=12)) == 10
+    assert payloads(store) == [b"new"] * 10

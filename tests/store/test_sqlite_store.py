@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -469,6 +470,16 @@ def test_an_append_gets_its_turn_beside_a_process_that_writes_nearly_all_the_tim
         ended.set()
         thread.join()
         store.close()
+
+
+def test_what_age_took_is_known_though_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written later is older then, and goes first."""
+    store, cursors = MemoryStore(), list[str]()
+    for seconds in (200.0, 100.0):
+        monkeypatch.setattr("agentspec.cache.store.sqlite.time", Mock(time=lambda at=seconds: at))
+        cursors += store.append(NS, [NewEntry("s", b"x")])
+    assert store.trim(Retention(days=1)).records == 2
+    assert [store.history(NS, cursor) for cursor in cursors] == ["trimmed", "whole"]
 
 
 def test_a_full_memory_store_drops_its_oldest_entries() -> None:
