@@ -100,6 +100,14 @@ def test_what_lies_behind_a_stop_text_is_not_accepted(start: Start) -> None:
     assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 3}
 
 
+@pytest.mark.parametrize("details", [{"reasoning_tokens": 3}, None])
+def test_other_details_of_usage_stay(start: Start, details: dict[str, int] | None) -> None:
+    server, _, _ = serve(start)
+    body = {"messages": [], "prediction": PREDICTION, "usage": {"completion_tokens_details": details}}
+    usage = server.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["completion_tokens_details"] == {**(details or {}), **DETAILS}
+
+
 @pytest.mark.parametrize("headers", [{}, ASK])
 def test_a_stream_has_them_in_its_usage(start: Start, headers: dict[str, str]) -> None:
     server, _, _ = serve(start)
