@@ -312,5 +312,6 @@ class TestOnRedis:
         raw(store).set(OF_BAD + key, "something else")
         with pytest.raises(StoreError, match="WRONGTYPE"):
             store.erase_session(BAD, "s")  # which leaves word that it has to be ended
-        assert store.trim(Retention(records=1)) == Trimmed(3, True)
+        slices = [store.trim(Retention(records=1)) for _ in range(3)]
+        assert slices == [Trimmed(2, True), Trimmed(1, True), Trimmed(0, False)]  # the first leaves half of the mean log
         assert list(store.read(GOOD)) == []
