@@ -313,5 +313,5 @@ class TestOnRedis:
         with pytest.raises(StoreError, match="WRONGTYPE"):
             store.erase_session(BAD, "s")  # which leaves word that it has to be ended
         slices = [store.trim(Retention(records=1)) for _ in range(3)]
-        assert slices == [Trimmed(2, True), Trimmed(1, True), Trimmed(0, False)]  # the first leaves half of the mean log
+        assert slices == [Trimmed(2, True), Trimmed(1, True), Trimmed(0, False)]  # first it spares half of the mean log
         assert list(store.read(GOOD)) == []
