@@ -2,7 +2,7 @@
 
 import heapq
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, Retention, Trimmed, Usage
@@ -145,8 +145,8 @@ class Trimming:
             self._remove(piece, self._index.oldest(SLICE_ENTRIES), away)
         piece.cutoff, piece.records, piece.bytes = -1, piece.records + records, piece.bytes + size
         if piece.takes(0):
-            spared, oldest = self._index.oldest_of_larger(SLICE_ENTRIES)
-            self._remove(piece, oldest, away, spared)
+            may_go, oldest = self._index.oldest_of_larger(SLICE_ENTRIES)
+            self._remove(piece, oldest, away, may_go)
         if away and not piece.removed:
             raise next(iter(away.values()))
         return piece.removed
@@ -156,14 +156,14 @@ class Trimming:
         piece: _Slice,
         oldest: list[tuple[int, str]],
         away: dict[str, StoreUnavailableError],
-        spared: dict[str, int] | None = None,
+        may_go: Mapping[str, int] | None = None,
     ) -> None:
         """Remove the oldest entries of these logs together, as far as ``piece`` goes.
 
         oldest: a heap of the times of the logs' oldest entries, and their names. away: errors of parts of the store.
-        spared: by log, how many bytes may go before no more of it does; None: all.
+        may_go: how many bytes of a log may go; of one that is not named, all.
         """
-        may_go = {} if spared is None else dict(spared)
+        left = dict(may_go or {})
         while oldest and piece.takes(oldest[0][0]):
             written, name = oldest[0]
             next_log = min((head for head, _ in oldest[1:3]), default=None)
@@ -172,7 +172,7 @@ class Trimming:
             if part not in away:
                 try:
                     entries, size, until = piece.share(written, next_log)
-                    went, freed, state = shard.trim(entries, min(size, may_go.get(name, size)), until)
+                    went, freed, state = shard.trim(entries, min(size, left.get(name, size)), until)
                 except StoreUnavailableError as error:
                     away[part] = error
                 except StoreError as error:  # of this shard
@@ -180,9 +180,9 @@ class Trimming:
             if state is not None:
                 self._index.note(name, state)
                 piece.note(went, freed)
-                if name in may_go:
-                    may_go[name] -= freed
-            if went and state is not None and state.oldest is not None and may_go.get(name, 1) > 0:
+                if name in left:
+                    left[name] -= freed
+            if went and state is not None and state.oldest is not None and left.get(name, 1) > 0:
                 heapq.heapreplace(oldest, (state.oldest, name))
             else:
                 heapq.heappop(oldest)
