@@ -157,10 +157,10 @@ class LogIndex:
         return self._by_age(0, count)
 
     def oldest_of_larger(self, count: int) -> tuple[dict[str, int], list[tuple[int, str]]]:
-        """Return what may go of shards that hold at least half of the mean one, and ``oldest`` without the others.
+        """Return how much may go of each shard that holds at least half of the mean shard, and the oldest of these.
 
-        What may go: by shard, the bytes that it holds beyond that half; all of a shard that is not named. If the oldest
-        4,096 shards all hold less than that half, the oldest are returned, and all of them may go.
+        How much may go: the bytes beyond that half, by shard; a shard that is not named may go whole. The oldest: as
+        `oldest` returns them. If the oldest 4,096 shards all hold less than that half, the oldest of all may go whole.
         """
         size, shards = self.totals().bytes, max(1, self._client.command("HLEN", self._sizes))
         least = size / 2 / shards if shards > 1 else 0.0

@@ -81,7 +81,7 @@ def _beyond_limits(connection: sqlite3.Connection, retention: Retention) -> list
 
 
 def _that_may_go(connection: sqlite3.Connection, spared: float) -> Query:
-    """Return what selects entries to remove, the oldest first: none of a log with fewer than ``spared`` bytes."""
+    """Return what selects the entries that may go, the oldest first: none of a log with fewer than ``spared`` bytes."""
     # Entries of spared logs pile up in front of the others, so the search begins behind these.
     first_of_log = "SELECT min(sequence) FROM entries WHERE namespace = logs.namespace"
     query = f"SELECT min(bytes), min(CASE WHEN bytes >= ? THEN ({first_of_log}) END) FROM logs WHERE records > 0"
