@@ -260,7 +260,7 @@ def _parse(body: bytes | bytearray) -> ExportedSession | SessionTexts:
         raise _refused("body: nested too deeply; give what `agentspec sessions export` wrote") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        if first["loc"] == ("version",):
+        if first["loc"] == ("version",) and first["type"] != "missing":
             raise _refused("version: 1 expected; an export of another version needs a server that knows it") from None
         raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
     except ValueError:
