@@ -61,6 +61,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+@pytest.mark.store
 def test_later_epochs_and_later_runs_draft_from_earlier_ones(folder: Path) -> None:
     first = finish(start(folder, "first.jsonl", "--epochs", "2", "--format", "verl"))
     assert float(first[1][4]) > float(first[0][4]) * 1.2, "the second epoch should draft from the first"
@@ -84,6 +85,7 @@ def test_later_epochs_and_later_runs_draft_from_earlier_ones(folder: Path) -> No
     assert len((folder / "first.verl" / "1.jsonl").read_text().splitlines()) == PROBLEMS * SAMPLES
 
 
+@pytest.mark.store
 def test_an_epochs_samples_are_of_its_weights(folder: Path) -> None:
     """vLLM's prefix cache would begin them with what the weights before computed of the prompts."""
     other_weights(folder / "new")
