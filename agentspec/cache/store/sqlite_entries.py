@@ -76,20 +76,13 @@ def _beyond_limits(connection: sqlite3.Connection, retention: Retention) -> list
         size = (pragma(connection, "page_count") - pragma(connection, "freelist_count")) * PAGE_SIZE - retention.bytes
     if count <= 0 and size <= 0:
         return []
-    logs, spared = connection.execute("SELECT count(*), avg(bytes) / 2 FROM logs WHERE records > 0").fetchone()
-    return _first(connection, _that_may_go(connection, spared), count, size, spared if logs > 1 else 0)
-
-
-def _that_may_go(connection: sqlite3.Connection, spared: float) -> Query:
-    """Return what selects the entries that may go, the oldest first: none of a log with fewer than ``spared`` bytes."""
+    logs, half = connection.execute("SELECT count(*), avg(bytes) / 2 FROM logs WHERE records > 0").fetchone()
+    spared = half if logs > 1 else 0
     # Entries of spared logs pile up in front of the others, so the search begins behind these.
     first_of_log = "SELECT min(sequence) FROM entries WHERE namespace = logs.namespace"
-    query = f"SELECT min(bytes), min(CASE WHEN bytes >= ? THEN ({first_of_log}) END) FROM logs WHERE records > 0"
-    least, first = connection.execute(query, (spared,)).fetchone()
-    if least is None or least >= spared:
-        return "entries ORDER BY sequence", ()
-    held = "SELECT bytes FROM logs WHERE logs.namespace = entries.namespace"
-    return f"entries WHERE sequence >= ? AND ({held}) >= ? ORDER BY sequence", (first, spared)
+    begin = f"SELECT min(({first_of_log})) FROM logs WHERE records > 0 AND bytes >= ?"
+    query = "entries WHERE sequence >= ? ORDER BY sequence", connection.execute(begin, (spared,)).fetchone()
+    return _first(connection, query, count, size, spared)
 
 
 def _first(
