@@ -190,3 +190,23 @@ def test_the_index_has_the_last_appends_of_a_store_that_was_closed(store: RedisS
         for _ in range(3):
             other.append(NS, [NewEntry("s", b"x")])
     assert store.usage().records == 3
+
+
+def test_a_log_that_gets_an_entry_while_its_history_is_asked_for_is_whole(
+    store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention has emptied it up to where it was read. If it counted as cut further, its tenant would be forgotten."""
+    store.append(NS, [NewEntry("s", b"1")])
+    read_to = store.newest(NS)
+    while store.trim(Retention(records=0)).more:
+        pass
+    assert store.history(NS, read_to) == "whole"
+    with closing(open_store(server.url)) as other:
+
+        def one_by_one(commands: list[tuple[str, ...]]) -> list[Any]:
+            answers = [store.command(*commands[0])]
+            other.append(NS, [NewEntry("s", b"2")])
+            return answers + [store.command(*command) for command in commands[1:]]
+
+        monkeypatch.setattr(store._client, "commands", one_by_one)
+        assert store.history(NS, read_to) == "whole"

@@ -146,8 +146,9 @@ class RedisShard:
 
     def history(self, low: Id) -> History:
         """Return what the shard still has of all that came behind ``low``. A log that began later was lost before."""
-        commands = [("XRANGE", f"{self.tag}log", "-", "+", "COUNT", 1), ("HMGET", f"{self.tag}usage", "born", "last")]
-        rows, (began, ended) = self._client.commands(commands)
+        # An entry that comes between the two answers must not look like one that retention has left.
+        commands = [("HMGET", f"{self.tag}usage", "born", "last"), ("XRANGE", f"{self.tag}log", "-", "+", "COUNT", 1)]
+        (began, ended), rows = self._client.commands(commands)
         born, last = (parsed(each) if each else START for each in (began, ended))
         if low == last:
             return "whole"
