@@ -124,7 +124,7 @@ class Waiting:
     def _reachable_ends(self, namespaces: Sequence[str]) -> tuple[dict[str, list[Id]], list[str]]:
         """Return the newest ids of those logs whose node answers, and the logs that the server refuses to read.
 
-        Raise StoreUnavailableError if no node answers.
+        Raise StoreUnavailableError if no node answers. A node that refuses a log answers.
         """
         parts: dict[str, list[str]] = {}
         for namespace in namespaces:
@@ -144,6 +144,6 @@ class Waiting:
                     refused += names
                 else:
                     to_ask += [[name] for name in names]
-        if away is not None and not ends:
+        if away is not None and not (ends or refused):
             raise away
         return ends, refused
