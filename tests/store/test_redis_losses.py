@@ -12,6 +12,7 @@ import redis
 
 from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, open_store, redis_scripts
 from agentspec.cache.store.redis_losses import LossWatch
+from agentspec.cache.store.redis_shard import RedisShard
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS
@@ -264,3 +265,29 @@ def test_another_batch_is_not_taken_for_the_one_whose_answer_was_lost(
     lose_answer(store, named("a", 2), monkeypatch)
     store.append(NS, named("a", 3))
     assert [entry.payload for entry in store.read(NS)] == [b"1", b"2", b"3"]
+
+
+def test_a_batch_that_is_sent_again_for_one_shard_alone_is_lost_once_in_the_others(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.client().flushall()
+    url = f"{server.url}?shards=2"
+    with closing(open_store(url)) as store, closing(open_store(url)) as other:
+        assert isinstance(store, RedisStore)
+        names = {store._layout.place_of(name): name for name in "abcdefgh"}
+        first, second = names[0], names[1]
+        other.append(NS, [NewEntry(first, b"x")] * 5)
+        batch, append = named(first, 1) + named(second, 2), RedisShard.append
+
+        def half(shard: RedisShard, *arguments: Any) -> Any:
+            if shard.name.endswith("/1"):
+                raise StoreUnavailableError("this shard does not answer")
+            return append(shard, *arguments)
+
+        with monkeypatch.context() as patch, pytest.raises(StoreUnavailableError):
+            patch.setattr(RedisShard, "append", half)
+            store.append(NS, batch)
+        store.append(NS, batch)
+        server.client().flushall()
+        store.append(NS, named(first, 3))
+        assert store.losses() == Losses(lost=1)

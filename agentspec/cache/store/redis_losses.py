@@ -75,10 +75,12 @@ class LossWatch:
             self._name_lost(namespace, shard.tag, 0, held)
         elif answer.before < held.batch and not (answer.before == 0 and _rested(shard, held)):
             self._name_lost(namespace, shard.tag, answer.before, held)
+        known = held.batch == answer.before == number  # it is sent again, because another shard did not answer
         held.batch, held.at, held.born, held.state = number, time.monotonic(), answer.born, answer.state
         held.last = (answer.first[0], answer.first[1] + len(names) - 1)
-        held.records += len(names)
-        self._batches.append(_Batch(shard.tag, number, answer.first[0], list(names)))
+        if not known:
+            held.records += len(names)
+            self._batches.append(_Batch(shard.tag, number, answer.first[0], list(names)))
 
     def miss(self, count: int) -> None:
         """Count entries that are referred to, but which the server has evicted."""
