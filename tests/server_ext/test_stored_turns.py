@@ -50,6 +50,22 @@ def test_no_turn_of_a_session_that_is_being_erased_is_applied() -> None:
     assert cache.has_session(None, "a") and not cache.has_session(None, "b")
 
 
+def test_a_session_that_is_erased_twice_at_once_counts_as_being_erased_until_both_have_ended() -> None:
+    """Owners take turns, so that the job of the later call may run first."""
+    loader, cache, first, second = BackgroundLoader(MemoryStore()), SuffixCache(), Future[Erasure](), Future[Erasure]()
+    turns = StoredTurns(cache, loader, lambda log, session: False)
+    for job in (first, second):
+        turns.begin_erasure("s", lambda job=job: job)  # type: ignore[misc]
+    second.set_result(Erasure(0, complete=True))
+    loader.ready.put(Loaded(Wanted(NS, session="s"), [turn("s", 1)]), set())
+    assert (turns.apply(1.0), turns.is_erasing("s")) == (0, True)
+    turns.add(NS, turn("s", 2))
+    assert turns.followed == 0
+    first.set_result(Erasure(1, complete=True))
+    loader.ready.put(Loaded(Wanted(NS, session="s"), [turn("s", 3)]), set())
+    assert (turns.apply(1.0), turns.is_erasing("s"), turns.has_work()) == (1, False, False)
+
+
 def test_a_turn_that_another_process_says_after_an_erasure_is_added_though_no_step_was_taken_since() -> None:
     """An idle engine took its erasures for unended, and its tenant's corpus lacked what others said."""
     cache, job = SuffixCache(), Future[Erasure]()

@@ -33,7 +33,7 @@ class StoredTurns:
         self._is_erased = is_erased
         self._arrived: Loaded | None = None  # what the loader has delivered,
         self._applied = 0  # and how many of its records the cache has
-        self._erasures: dict[str, Future[Erasure]] = {}  # by session
+        self._erasures: dict[str, list[Future[Erasure]]] = {}  # by session, which several callers may erase at once
         self._applying = threading.Lock()  # held while records are taken from the loader, checked and restored
 
     def has_ready(self) -> bool:
@@ -50,13 +50,13 @@ class StoredTurns:
 
     def is_erasing(self, session: str) -> bool:
         """Return whether a session is being erased by this process."""
-        erasure = self._erasures.get(session)
-        return erasure is not None and not erasure.done()
+        return not all(erasure.done() for erasure in self._erasures.get(session, ()))
 
     def begin_erasure(self, session: str, submit: Callable[[], "Future[Erasure]"]) -> "Future[Erasure]":
         """Put no turn of a session into the cache until the job that ``submit`` returns has erased it."""
         with self._applying:
-            job = self._erasures[session] = submit()
+            job = submit()
+            self._erasures[session] = [*self._erasures.get(session, ()), job]
         return job
 
     def wait(self) -> None:
@@ -70,11 +70,11 @@ class StoredTurns:
         At least one turn is applied if any are ready, so a turn that takes longer alone exceeds the budget. None is
         applied while another thread applies or erases one: this call never waits for it.
         """
-        if self._erasures:
-            self._erasures = {session: job for session, job in self._erasures.items() if not job.done()}
         if not self._applying.acquire(blocking=False):
             return 0
         try:
+            if self._erasures:
+                self._erasures = {name: jobs for name, jobs in self._erasures.items() if self.is_erasing(name)}
             return self._apply(seconds)
         finally:
             self._applying.release()
