@@ -234,6 +234,22 @@ class TestAPartThatIsAway:
         assert writer.stats().queued_bytes == 0
         writer.close()
 
+    def test_is_said_to_drop_records_once_for_an_outage(self, caplog: pytest.LogCaptureFixture) -> None:
+        """A line for each record that is dropped would fill the disk."""
+        store = PartedStore()
+        store.away = {"a"}
+        writer = BackgroundWriter(store, max_entries=4)
+        for outage in (1, 2):
+            for number in range(20):
+                writer.put("a", turn("s", number))
+                wait_until(lambda: writer.stats().queued == len(writer._records.aside))
+            assert writer.stats().dropped == 16 * outage
+            assert sum("queue is full" in line for line in caplog.messages) == outage
+            store.away.clear()
+            assert writer.flush(60)
+            store.away = {"a"}
+        writer.close()
+
     def test_remembers_no_log_of_which_nothing_waits(self) -> None:
         """While a node is away, ever new logs may come, and the queue drops the records of the older ones."""
         store = PartedStore()

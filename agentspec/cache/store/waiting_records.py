@@ -73,7 +73,7 @@ class WaitingRecords:
         self._queue: deque[QueuedRecord] = deque()
         self._next_entries = batch_entries  # most records of the next batch
         self._forgotten: set[str] = set()  # erased sessions with records in flight
-        self._overflowing = False
+        self._overflowing = False  # whether records were dropped since none waited, which is logged once
 
     def __len__(self) -> int:
         """Return how many records wait."""
@@ -176,7 +176,7 @@ class WaitingRecords:
         self.in_flight = [item for item in self.in_flight if item.number not in gone]
         if not self.in_flight:
             self._forgotten.clear()
-            self._overflowing = self._overflowing and bool(self._queue)
+            self._overflowing = self._overflowing and len(self) > 0
 
     def _shorten(self) -> None:
         """Drop the oldest records while there are more than the limits allow."""
