@@ -10,6 +10,7 @@ import pytest
 from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, Trimmed, Usage, open_store
 from agentspec.cache.store.redis_index import LogIndex
 from agentspec.cache.store.redis_shard import RedisShard, ShardState
+from agentspec.errors import StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS, wait_until
 
@@ -182,6 +183,28 @@ def test_erasing_from_a_long_group_holds_up_the_server_only_for_a_moment_at_a_ti
     assert pages[51] > 2  # it is looked for from the end
     assert [entry.session for entry in store.read(NS, group="g")] == ["first"] * 100
     assert raw(store).llen(f"{{agentspec:{NS}}}:3:g:g") == 100
+
+
+def test_logs_are_trimmed_while_an_erasure_cannot_be_ended_because_a_node_is_away(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or else the other nodes of a Cluster would grow beyond the limits as long as this one is away."""
+    store.append(NS, [NewEntry("s", b"x")] * 3)
+    store._index.doom("away/0")
+    sweep = RedisShard.sweep
+
+    def half_away(shard: RedisShard) -> int:
+        if shard.name == "away/0":
+            raise StoreUnavailableError("this node does not answer")
+        return sweep(shard)
+
+    monkeypatch.setattr(RedisShard, "sweep", half_away)
+    assert store.trim(Retention(records=1)) == Trimmed(2, True)
+    with pytest.raises(StoreUnavailableError, match="does not answer"):
+        store.trim(Retention(records=1))
+    monkeypatch.undo()
+    assert store.trim(Retention(records=1)) == Trimmed(0, False)
+    assert store._index.doomed() is None
 
 
 def test_the_index_has_the_last_appends_of_a_store_that_was_closed(store: RedisStore, server: RedisServer) -> None:

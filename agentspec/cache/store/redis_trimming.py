@@ -81,8 +81,12 @@ class Trimming:
         """Remove a slice, as Store.trim does."""
         days = retention.days
         self.expiry_ms = 0 if days is None else int((days + _EXPIRY_DAYS) * 86_400_000)
-        if self._sweep():
-            return Trimmed(0, True)
+        unended: StoreUnavailableError | None = None
+        try:
+            if self._sweep():
+                return Trimmed(0, True)
+        except StoreUnavailableError as error:  # perhaps of one node, so the logs of the others are trimmed
+            unended = error
         self._audit()
         cutoff = -1
         if days is not None:
@@ -92,6 +96,8 @@ class Trimming:
         count = 0 if retention.records is None else held.records - retention.records
         size = 0 if retention.bytes is None else held.bytes - retention.bytes
         removed = self._trim_oldest(_Slice(cutoff), count, size)
+        if unended is not None and not removed:
+            raise unended
         return Trimmed(removed, removed > 0)
 
     def _sweep(self) -> bool:
@@ -105,7 +111,7 @@ class Trimming:
             state = shard.state()[0]
         except StoreUnavailableError:
             raise
-        except StoreError as error:  # of this shard, so the others are trimmed
+        except StoreError as error:  # of this shard
             logger.debug("agentspec: an erasure could not be ended: %s", error)
             return False
         if left:
