@@ -79,6 +79,21 @@ def test_records_that_a_server_lost_at_its_end_are_named(store: RedisStore, capl
     assert store.losses() == Losses(lost=3)
 
 
+def test_all_that_a_process_wrote_to_a_log_of_others_is_counted_when_the_server_lost_it(
+    store: RedisStore, server: RedisServer
+) -> None:
+    """The log is still the one that it was, and the server does not know the writer any more."""
+    with closing(open_store(server.url)) as other:
+        other.append(NS, [NewEntry("b", b"x")])
+    copies = {key: raw(store).dump(key) or b"" for key in raw(store).scan_iter("{*")}
+    store.append(NS, named("a", 1, 2))
+    raw(store).flushall()
+    for key, copy in copies.items():
+        raw(store).restore(key, 0, copy)
+    store.append(NS, named("a", 3))
+    assert store.losses() == Losses(lost=2)
+
+
 def test_a_log_that_loses_records_again_and_again_is_told_of_once_a_minute(
     store: RedisStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
