@@ -226,7 +226,7 @@ def replay(
     def asked() -> Iterator[Call]:
         for edit, call in zip(edits, calls, strict=True):
             if quotes is not None:
-                cache.quotable = quotes.read(edit.body)
+                cache.quotable = quotes.read(edit.body, "")
             yield call
 
     figures = simulate(asked(), cache)

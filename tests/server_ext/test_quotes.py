@@ -47,7 +47,7 @@ class Tokenizer:
 
 
 def read(body: Any, most: int = MAX_QUOTABLE) -> str:
-    return "".join(map(chr, Quotes(Tokenizer(), most).read(json.dumps(body).encode())))
+    return "".join(map(chr, Quotes(Tokenizer(), most).read(json.dumps(body).encode(), "")))
 
 
 PARTS = [{"type": "text", "text": FILE}, {"type": "image_url", "image_url": {"url": "x\n" * 20}}]
@@ -101,7 +101,7 @@ def test_where_nothing_is_to_be_quoted_nothing_is_read(body: Any) -> None:
 
 @pytest.mark.parametrize("body", [b'{"tools": ', b"[" * 100_000 + b'"tools"'])
 def test_other_bodies_are_left_to_vllm(body: bytes) -> None:
-    assert len(Quotes(Tokenizer(), 9).read(body)) == 0
+    assert len(Quotes(Tokenizer(), 9).read(body, "")) == 0
 
 
 STRINGS = "".join(f'"\\n{i} and so many others"' for i in range(14_000))
@@ -119,7 +119,7 @@ def test_no_text_takes_more_time_than_its_length_explains(text: str) -> None:
 def test_of_a_spelling_that_is_longer_than_its_text_no_more_becomes_tokens_than_can_be_quoted() -> None:
     tokenizer = Tokenizer()
     body = {"messages": [{"role": "tool", "content": "\0" * 600}], "tools": TOOLS}
-    assert len(Quotes(tokenizer, 100).read(json.dumps(body).encode())) == 100
+    assert len(Quotes(tokenizer, 100).read(json.dumps(body).encode(), "")) == 100
     assert tokenizer.encoded == 600  # JSON spells it in 3,600 characters
 
 
@@ -230,8 +230,38 @@ def test_a_conversation_costs_what_is_new_in_it() -> None:
     messages: list[dict[str, str]] = []
     for turn in range(1, 20):
         messages.append({"role": "tool", "content": f"{turn}\n" * 50})
-        found = reader.read(json.dumps({"messages": messages, "tools": TOOLS}).encode())
+        found = reader.read(json.dumps({"messages": messages, "tools": TOOLS}).encode(), "")
         assert tokenizer.encoded == len(found) == (reader.held_bytes - turn * quotes._ENTRY_BYTES) / 4
+
+
+def test_what_is_remembered_of_one_caller_makes_nothing_faster_for_another(start: Start) -> None:
+    server, engine = start("ada", "bob")
+    tokenizer = Tokenizer()
+    engine.get_tokenizer = lambda: tokenizer  # type: ignore[attr-defined]
+    seen = note_quotable(server)
+
+    def encoded(key: str, **more: Any) -> int:
+        before = tokenizer.encoded
+        server.post("/v1/chat/completions", json={**BODY, **more}, headers=bearer(key))
+        return tokenizer.encoded - before
+
+    salts = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}]
+    whole = len(SPELLED)
+    assert [encoded(key, **salt) for key in ("ada", "bob") for salt in salts] == [whole] * 6
+    assert [encoded(key, **salt) for key in ("ada", "bob") for salt in salts] == [0] * 6
+    assert len(seen) == 12
+    assert len(set(seen)) == 1
+
+
+def test_nothing_is_remembered_of_a_caller_that_cannot_be_told_apart(start: Start) -> None:
+    server, engine = start(principal_header="X-Principal")
+    tokenizer = Tokenizer()
+    engine.get_tokenizer = lambda: tokenizer  # type: ignore[attr-defined]
+    seen = note_quotable(server)
+    for times in (1, 2):
+        server.post("/v1/chat/completions", json=BODY)
+        assert tokenizer.encoded == times * len(SPELLED)
+    assert seen == [seen[0]] * 2
 
 
 def test_what_is_remembered_is_bounded_at_ten_times_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +269,7 @@ def test_what_is_remembered_is_bounded_at_ten_times_the_bound(monkeypatch: pytes
     reader = Quotes(Tokenizer(), 500)
     for turn in range(1000):
         body = {"messages": [{"role": "tool", "content": f"{turn:06}\n" * 13}], "tools": TOOLS}
-        assert len(reader.read(json.dumps(body).encode())) == 13 * 8
+        assert len(reader.read(json.dumps(body).encode(), "")) == 13 * 8
         assert reader.held_bytes <= 67_200
     assert reader.held_bytes == 67_200 == len(reader._known) * (4 * 13 * 8 + quotes._ENTRY_BYTES)
 

@@ -66,7 +66,8 @@ class Quotes:
     """Read what requests may quote. Safe for any thread.
 
     tokenizer: the served model's. most: most tokens that a request may quote. Texts that were read lately are
-    remembered, so that a conversation's next turn costs what is new in it.
+    remembered, so that a conversation's next turn costs what is new in it. Each caller finds its own alone: the time
+    until a response begins would tell another one that a text was sent before.
     """
 
     def __init__(self, tokenizer: Any, most: int) -> None:
@@ -80,11 +81,12 @@ class Quotes:
         """Return the memory that the remembered texts take, about."""
         return self._held
 
-    def read(self, body: bytes) -> Int32:
+    def read(self, body: bytes, owner: str | None) -> Int32:
         """Return the tokens that a response to the request in this body may quote, int32 [Q].
 
-        If there are more than ``most``, those of the newest texts are kept. Raises what the tokenizer raises, and
-        nothing for a body that is wrong: vLLM says so.
+        owner: the caller's principal, which a ``cache_salt`` in the body separates further. None: it is not known, so
+        nothing is remembered. If there are more tokens than ``most``, those of the newest texts are kept. Raises what
+        the tokenizer raises, and nothing for a body that is wrong: vLLM says so.
         """
         left, parts, seen = self._most, list[Int32](), set[bytes]()
         try:
@@ -92,14 +94,17 @@ class Quotes:
         except (ValueError, RecursionError):
             request = None
         form = Form.of(request)
+        salt = request.get("cache_salt") if isinstance(request, dict) else None
+        whose = repr((owner, salt if isinstance(salt, str) else None)).encode()
+        kind = blake2b(whose, digest_size=32, key=bytes(form)).digest()
         for text in reversed(quotable_texts(request, form)):
             if left == 0:
                 break
             text = text[: _LONGEST_TOKEN * self._most]
-            key = blake2b(text.encode(errors="surrogatepass"), digest_size=16, key=bytes(form)).digest()
+            key = blake2b(text.encode(errors="surrogatepass"), digest_size=16, key=kind).digest()
             if key not in seen:
                 seen.add(key)
-                parts.append(self._tokens_of(key, text, form)[:left])
+                parts.append((self._encode(text, form) if owner is None else self._tokens_of(key, text, form))[:left])
                 left -= len(parts[-1])
         return np.concatenate(parts[::-1]) if parts else np.zeros(0, np.int32)
 
@@ -109,6 +114,15 @@ class Quotes:
             if known is not None:
                 self._known.move_to_end(key)
                 return known
+        fresh = self._encode(text, form)
+        with self._lock:
+            if self._known.setdefault(key, fresh) is fresh:
+                self._held += fresh.nbytes + _ENTRY_BYTES
+            while self._held > _KEPT_BYTES:
+                self._held -= self._known.popitem(last=False)[1].nbytes + _ENTRY_BYTES
+        return fresh
+
+    def _encode(self, text: str, form: Form) -> Int32:
         tokens: list[int] = []
         with suppress(InvalidInputError):  # half of a surrogate pair, which vLLM refuses
             for spelling in spellings(text, form):
@@ -116,13 +130,7 @@ class Quotes:
                     break
                 spelling = spelling[: _LONGEST_TOKEN * self._most]  # JSON has six characters for one, at most
                 tokens += encode_text(spelling, self._tokenizer, "messages")
-        fresh = np.array(tokens[: self._most], np.int32)
-        with self._lock:
-            if self._known.setdefault(key, fresh) is fresh:
-                self._held += fresh.nbytes + _ENTRY_BYTES
-            while self._held > _KEPT_BYTES:
-                self._held -= self._known.popitem(last=False)[1].nbytes + _ENTRY_BYTES
-        return fresh
+        return np.array(tokens[: self._most], np.int32)
 
 
 def may_quote(body: bytes) -> bool:

@@ -12,9 +12,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentspec.errors import InvalidInputError
 from agentspec.server_ext.api.predictions import read_prediction
 from agentspec.server_ext.api.quotes import Quotes, may_quote
+from agentspec.server_ext.identity.callers import NOBODY
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.step import Int32
-from agentspec.server_ext.vllm_adapter.frontend import drafting_from, engine_of, path_of, tokenizer_of
+from agentspec.server_ext.vllm_adapter.frontend import (
+    drafting_from,
+    engine_of,
+    path_of,
+    presented,
+    tagger_of,
+    tokenizer_of,
+)
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -66,7 +74,7 @@ class BodyMiddleware:
         try:
             if predicts and (prediction := read_prediction(body, tokenizer)):
                 return [token for token in prediction if token < known], _NOTHING[1]
-            quotable = self._quotes.read(body)
+            quotable = self._quotes.read(body, _owner(engine))
             return (), quotable[quotable < known]
         except InvalidInputError:
             raise
@@ -76,6 +84,12 @@ class BodyMiddleware:
                 what = "predictions or what responses may quote cannot be read"
                 logger.exception("agentspec: %s; such requests draft without it", what)
             return _NOTHING
+
+
+def _owner(engine: Any) -> str | None:
+    """Return the principal of the caller; "" where all callers are one, None where it is not known."""
+    principal = tagger_of(engine).callers.caller_of(presented()).principal
+    return None if principal == NOBODY else principal or ""
 
 
 async def _read(receive: Receive) -> tuple[bytes, Receive]:
