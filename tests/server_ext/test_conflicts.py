@@ -59,6 +59,18 @@ def test_the_other_model_runner_is_a_conflict_and_other_values_are_none() -> Non
         )
 
 
+def test_the_rust_frontend_is_a_conflict_because_it_writes_no_identities() -> None:
+    """What a caller says in ``vllm_xargs`` would reach the engine as it is, an identity too."""
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+
+    environ = {"VLLM_USE_RUST_FRONTEND": "1"}
+    server, offline = AsyncEngineArgs(model="m"), EngineArgs(model="m")
+    assert "unset the variable" in (conflict(server, attention_only(), environ) or "")
+    assert conflict(offline, attention_only(), environ) is None
+    assert conflict(server, attention_only(), {"VLLM_USE_RUST_FRONTEND": "0"}) is None
+    assert conflict(server, attention_only(), {}) is None
+
+
 @pytest.mark.parametrize("method", [None, {"method": "ngram", "num_speculative_tokens": 4}])
 def test_recurrent_states_on_a_cpu_are_refused(method: dict[str, Any] | None, tmp_path: Path) -> None:
     """vLLM's CPU build answers with other text beside any drafts, or ends."""

@@ -86,8 +86,6 @@ def create_speculative_config(
     original: Callable[..., Any], engine_args: Any, target_model_config: Any, target_parallel_config: Any
 ) -> Any:
     """Translate the user's method, let vLLM make its speculative configuration, and decide the draft limit."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
     switch_on(engine_args, target_model_config, target_parallel_config)
     translate_method(engine_args)
     leave_pooling_models(engine_args, target_model_config)
@@ -105,7 +103,7 @@ def create_speculative_config(
         if settings.record is not None:
             make_record(settings.record)
         check_draft_model(settings, target_model_config)
-        if not isinstance(engine_args, AsyncEngineArgs):  # a server's routes log it, with who its callers are
+        if not _is_server(engine_args):  # a server's routes log it, with who its callers are
             logger.info("agentspec: %s", what_drafts(spec, settings))
     return spec
 
@@ -239,6 +237,11 @@ def conflict(engine_args: Any, model_config: Any, environ: Mapping[str, str] = o
     """
     if environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower() in ("1", "true"):
         return "VLLM_USE_V2_MODEL_RUNNER=1: agentspec drafts in vLLM's V1 model runner only; unset the variable"
+    if environ.get("VLLM_USE_RUST_FRONTEND", "").strip() not in ("", "0") and _is_server(engine_args):
+        return (
+            "VLLM_USE_RUST_FRONTEND: agentspec finds out who sent a request in vLLM's Python server only, so a caller "
+            "could pass for another one; unset the variable"
+        )
     if getattr(engine_args, "async_scheduling", None):
         return (
             "--async-scheduling: agentspec drafts from the tokens of the step before, which asynchronous scheduling "
@@ -255,6 +258,12 @@ def conflict(engine_args: Any, model_config: Any, environ: Mapping[str, str] = o
             "with recurrent states, or answers other text; start plain 'vllm serve'"
         )
     return None
+
+
+def _is_server(engine_args: Any) -> bool:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return isinstance(engine_args, AsyncEngineArgs)
 
 
 def schedule_synchronously(engine_args: Any, model_config: Any) -> None:
