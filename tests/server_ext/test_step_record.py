@@ -306,6 +306,17 @@ def test_a_full_pipe_is_waited_for_where_the_process_has_many_files_open(tmp_pat
     assert isinstance(error, BlockingIOError) and 0 < written < 100
 
 
+def test_lines_that_the_queue_has_no_room_for_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step_record = StepRecord(tmp_path / "steps.jsonl", max_bytes=4 * 1024)
+    for times in (1, 2):
+        for number in range(10):  # of which four have room, at most
+            step_record.add(line(number, "fix-42", KEY))
+        step_record.erase(OTHER).result(60)  # the lines are written
+        assert step_record.lost > 0, times
+        assert caplog.text.count("is written too slowly and lacks lines") == 1
+    step_record.close()
+
+
 def test_lines_that_are_lost_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     step_record = StepRecord(path, max_bytes=4 * 1024)

@@ -50,7 +50,7 @@ class StepRecord:
         self._queue: deque[dict[str, Any]] = deque()
         self._erasures: deque[tuple[str, Future[None]]] = deque()
         self._stop = threading.Event()
-        self._failed = False
+        self._failed = self._dropping = False
         self._thread = threading.Thread(target=self._run, name="agentspec-recorder", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -107,6 +107,10 @@ class StepRecord:
             if error is not None and not self._failed:  # log once, because a full disk must not fill the log too
                 logger.warning("agentspec: the step record %s cannot be written: %s", self.path, error)
                 self._failed = True
+        if self._dropped and not self._dropping:  # `add` counts, and this thread says it: a log may be slow
+            self._dropping = True
+            how = "raise the setting max_bytes, or name a file on a faster disk"
+            logger.warning("agentspec: the step record %s is written too slowly and lacks lines; %s", self.path, how)
         for session_key, done in erasures:
             try:
                 with contextlib.suppress(FileNotFoundError):  # moved away, and nothing was written since
