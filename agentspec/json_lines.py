@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,22 @@ def read_objects(
             if growing and found and not line.endswith(b"\n"):
                 logger.warning("%s, line %d: has no end yet, and is left out", path, number)
                 return
-            raise InvalidInputError(
-                f"{path}, line {number}: not JSON in UTF-8 ({error}); write one JSON object a line"
-            ) from None
+            why = f"not JSON in UTF-8 ({error}); write one JSON object a line"
+            raise InvalidInputError(f"{path}, line {number}: {too_long(error) or why}") from None
         if not isinstance(value, dict):
             raise InvalidInputError(
                 f"{path}, line {number}: an object expected, got {type(value).__name__}; write one JSON object a line"
             )
         found = True
         yield number, value
+
+
+def too_long(error: Exception) -> str | None:
+    """Return what is wrong where JSON was not read because of a whole number that Python refuses; None otherwise."""
+    if not isinstance(error, ValueError) or isinstance(error, UnicodeError | json.JSONDecodeError):
+        return None
+    limit = sys.get_int_max_str_digits()
+    return f"a whole number has more than {limit:,} digits; write it as a text" if "digits" in str(error) else None
 
 
 def whole(value: Any) -> Any:

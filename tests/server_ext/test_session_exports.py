@@ -122,6 +122,7 @@ class TestExportAndImport:
             (lambda body: "{", "body"),
             (lambda body: "", "body"),
             (lambda body: "[" * 100_000, "body: nested too deeply"),
+            (lambda body: f"[1{'0' * 4_300}]", "body: a whole number has more than 4,300 digits; write it as a text"),
             (lambda body: body | {"texts": ["abc"]}, "texts: not beside turns"),
             (lambda body: {"version": 1, "turns": [], "messages": []}, "messages: not beside turns"),
             (lambda body: {name: body[name] for name in body if name != "version"}, "version: Field required"),

@@ -96,6 +96,10 @@ def test_the_file_is_read_as_the_calls_are_taken(tmp_path: Path) -> None:
         (_record(response_token_ids=None), "line 2: response_token_ids: missing"),
         (_record(response_token_ids=None, response="hi"), "line 2: response: is text; give a tokenizer .*data.sources"),
         ({"turn": 0}, "line 2: session: Field required"),
+        (
+            f'{{"session": "a", "turn": 1{"0" * 4_300}}}',
+            "line 2: a whole number has more than 4,300 digits; write it as",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path: Path, line: Any, message: str) -> None:

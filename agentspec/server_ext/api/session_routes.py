@@ -30,6 +30,7 @@ from agentspec.addresses import names_loopback
 from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.identifiers import from_header
+from agentspec.json_lines import too_long
 from agentspec.server_ext.api.imports import MAX_TURNS, Imports
 from agentspec.server_ext.api.path_ids import any_id
 from agentspec.server_ext.api.session_texts import FormatVersion, SessionTexts, turns_of
@@ -263,8 +264,9 @@ def _parse(body: bytes | bytearray) -> ExportedSession | SessionTexts:
         if first["loc"] == ("version",) and first["type"] != "missing":
             raise _refused("version: 1 expected; an export of another version needs a server that knows it") from None
         raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
-    except ValueError:
-        raise _refused("body: not JSON; give what `agentspec sessions export` wrote") from None
+    except ValueError as error:
+        why = too_long(error) or "not JSON; give what `agentspec sessions export` wrote"
+        raise _refused(f"body: {why}") from None
 
 
 def _check_count(given: Any) -> None:
