@@ -209,12 +209,15 @@ class SessionBase:
         self._add([as_message(message)])
 
     def tool_result(self, tool_call_id: str, content: str) -> None:
-        """Append a tool's answer. Then call chat() without content to let the model go on."""
-        self._add([tool_message(tool_call_id, content)])
+        """Append a tool's answer. Then call chat() without content to let the model go on.
 
-    def _add(self, messages: list[dict[str, Any]]) -> None:
+        Raises InvalidInputError if no call with this id waits for an answer: servers refuse such a history, each time.
+        """
+        self._add([tool_message(tool_call_id, content)], answered=tool_call_id)
+
+    def _add(self, messages: list[dict[str, Any]], *, answered: str | None = None) -> None:
         self._client._refuse_if_unusable()
-        self._conversation.add(messages)
+        self._conversation.add(messages, answered=answered)
 
     def _refuse_if_unreadable(self) -> None:
         """Raise AgentSpecError in a forked process, and if the session is to be read after its client was closed."""

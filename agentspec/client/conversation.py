@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentspec.client.erasure_list import ErasureList
+from agentspec.client.messages import shown
 from agentspec.client.session_log import ClientView, Said, SessionLog, Stored, conflict_error
 from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
 
@@ -124,12 +125,18 @@ class Conversation:
         lost = [after - before - 1 for before, after in itertools.pairwise(positions)]
         return [Gap(index, count) for index, count in enumerate(lost) if count]
 
-    def add(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Append messages between calls. Raises SessionBusyError during a call, and SessionConflictError."""
+    def add(self, messages: Sequence[dict[str, Any]], *, answered: str | None = None) -> None:
+        """Append messages between calls. answered: id of the tool call that they answer.
+
+        Raises SessionBusyError during a call, SessionConflictError, and InvalidInputError if no call waits for such an
+        answer. In a session that is not loaded, stored messages may have the call.
+        """
         with self._guard:
             self._refuse_if_busy()
             if self._view.conflict:
                 raise conflict_error(self.id)
+            if answered is not None and self.loaded:
+                self._refuse_other_than_open(answered)
             self._append(messages)
 
     def change_last(self, change: Callable[[dict[str, Any]], Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
@@ -323,6 +330,21 @@ class Conversation:
             self._save(said)
         elif said:
             self._unsaved.add(self)
+
+    def _refuse_other_than_open(self, tool_call_id: str) -> None:
+        """Raise InvalidInputError unless a tool call with this id waits for its answer."""
+        known, waiting = set[object](), dict[object, None]()
+        for _, message in self._history:
+            if message["role"] == "tool":
+                waiting.pop(message.get("tool_call_id"), None)
+            calls = message.get("tool_calls")
+            ids = [call.get("id") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+            known.update(ids)
+            waiting.update(dict.fromkeys(ids))
+        if tool_call_id not in waiting:
+            why = "has an answer already" if tool_call_id in known else "is no call of the session"
+            rest = f"{', '.join(map(shown, waiting))} without an answer" if waiting else "no call without an answer"
+            raise InvalidInputError(f"tool_call_id: {shown(tool_call_id)} {why}; session {self.id!r} has {rest}")
 
     def _save(self, said: list[Said]) -> None:
         if said:

@@ -249,10 +249,41 @@ def test_a_replys_tool_calls_can_be_part_of_a_message(server: FakeServer) -> Non
 def test_a_tools_answer_is_text(server: FakeServer, answer: Any) -> None:
     with connect(server) as client:
         session = client.session("s")
+        session.add({"role": "assistant", "tool_calls": [{"id": "c"}]})
         with pytest.raises(InvalidInputError, match=r"^content: .*json\.dumps"):
             session.tool_result("c", answer)
         session.tool_result("c", [{"type": "text", "text": "done"}])  # type: ignore[arg-type]
-        assert len(session.messages) == 1
+        assert len(session.messages) == 2
+
+
+@pytest.mark.parametrize("store", [None, "auto"])
+def test_a_tools_answer_to_no_call_leaves_the_session_usable(server: FakeServer, store: Any) -> None:
+    """It became part of the history, which the API then refused at every call."""
+    call = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    with connect(server, store=store) as client:
+        session = client.session("s")
+        session.chat("one")
+        with pytest.raises(
+            InvalidInputError, match=r"^tool_call_id: 'f' is no call of .* has no call without an answer$"
+        ):
+            session.tool_result("f", "done")
+        server.answers = [{"tool_calls": [call]}]
+        session.chat("two")
+        with pytest.raises(InvalidInputError, match=r"^tool_call_id: 'f' is no .* has 'call-1' without an answer$"):
+            session.tool_result("f", "done")
+        session.tool_result("call-1", "done")
+        with pytest.raises(
+            InvalidInputError, match=r"^tool_call_id: 'call-1' has an answer already; .* no call without"
+        ):
+            session.tool_result("call-1", "done")
+        assert session.chat().text == "answer 3"
+        server.answers = [{"tool_calls": [call]}]  # some servers number the calls of each answer anew
+        session.chat("three")
+    if store is not None:  # what the session said in an earlier process is not known before it is read
+        with connect(server, store=store) as client:
+            session = client.session("s")
+            session.tool_result("call-1", "done")
+            assert session.chat().text == "answer 5"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
