@@ -156,5 +156,8 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 def shown(value: object) -> str:
     """Return how an error quotes a value."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import inspect
 import json
 import re
 import threading
@@ -40,11 +42,18 @@ def check_timeout(timeout: object) -> None:
 def options_named(request: Mapping[str, Any]) -> Iterator[None]:
     """Raise InvalidInputError, which names the option, where the block fails because a value has no form in JSON.
 
+    An error about an option that the OpenAI client doesn't have gets a note: servers' own options have another place.
     request: arguments of the OpenAI client's call, whose own error names the type alone.
     """
     try:
         yield
     except (TypeError, ValueError) as error:
+        if unknown := request.keys() - _known_options():
+            places = ", ".join(f"{name!r}: …" for name in sorted(unknown))
+            error.add_note(
+                f"agentspec: an option of the server that OpenAI's API lacks goes into extra_body={{{places}}}"
+            )
+            raise
         for name, value in request.items():
             if name in ("messages", "timeout", "extra_headers", "extra_query", "response_format"):
                 continue
@@ -52,16 +61,23 @@ def options_named(request: Mapping[str, Any]) -> Iterator[None]:
             for part, held in parts:
                 if not _has_json(held):
                     raise InvalidInputError(
-                        f"{name}{part and ': '}{part}: {shown(held)} has no form in JSON; give text, finite numbers,"
-                        " lists and dicts, such as int() or float() of another library's number"
+                        f"{name}{part and ': '}{part}: {shown(held)} has no form in JSON; give text without halves of"
+                        " surrogate pairs, finite numbers, lists and dicts, such as int() or float() of another"
+                        " library's number"
                     ) from error
         raise
+
+
+@functools.cache
+def _known_options() -> frozenset[str]:
+    """Return the options of a chat call that the OpenAI client has."""
+    return frozenset(inspect.signature(openai.resources.chat.Completions.create).parameters)
 
 
 def _has_json(value: object) -> bool:
     """Return whether JSON has a form for a value, as far as can be said without the OpenAI client."""
     try:
-        json.dumps(value, allow_nan=False, default=_sent)
+        json.dumps(value, allow_nan=False, ensure_ascii=False, default=_sent).encode()
     except (TypeError, ValueError, RecursionError):
         return False
     return True

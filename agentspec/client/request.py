@@ -256,9 +256,10 @@ class RequestBuilder:
 
 def salt_headers(cache_salt: str) -> dict[str, str]:
     """Return the header that gives a cache salt to the extension. Raises InvalidInputError unless it is a text."""
-    if not isinstance(cache_salt, str):
-        raise InvalidInputError(f"cache_salt: a text is needed, not {shown(cache_salt)}")
-    return {SALT_HEADER: to_header(cache_salt)}
+    try:
+        return {SALT_HEADER: to_header(cache_salt)}
+    except (TypeError, UnicodeEncodeError):
+        raise InvalidInputError(f"cache_salt: a text in UTF-8 is needed, not {shown(cache_salt)}") from None
 
 
 def is_erased(answer: object) -> bool:

@@ -202,12 +202,15 @@ def test_options_that_the_openai_client_takes_are_taken(session: Session, option
     assert session.refine("three", content, budget=Budget(seconds=60), **options).done
 
 
-UNFIT: list[tuple[str, Any]] = [
+UNFIT: list[Any] = [
     ("seed", np.int64(3)),
     ("temperature", math.nan),
     ("stop", {"a", "b"}),
     ("logit_bias", {"5": math.inf}),
     ("extra_body", {"min_p": 0.1, "top_k": np.int64(3)}),
+    ("stop", ["\ud800"]),
+    ("extra_body", {"session_id": "a\ud800"}),
+    pytest.param("seed", 10**5000, id="a whole number that Python does not write"),
 ]
 
 
@@ -232,6 +235,24 @@ async def test_an_option_that_json_cannot_carry_is_named(server: FakeServer, fie
 def test_an_error_of_another_kind_stays_as_it_is(session: Session) -> None:
     with pytest.raises(TypeError, match="no_such_option"):
         session.chat("two", no_such_option=1)
+
+
+def test_an_option_of_the_server_s_own_is_told_its_place(session: Session) -> None:
+    for send in (session.chat, lambda *sent, **options: session.stream(*sent, **options).until_done()):
+        with pytest.raises(TypeError, match="top_k") as raised:
+            send("two", temperature=0.5, top_k=20)
+        assert raised.value.__notes__ == [
+            "agentspec: an option of the server that OpenAI's API lacks goes into extra_body={'top_k': …}"
+        ]
+    assert session.chat("two", extra_body={"cache_salt": "a"}).text
+
+
+@pytest.mark.parametrize("salt", ["\ud800", 5, None])
+def test_a_salt_that_no_header_can_carry_is_named(session: Session, salt: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^cache_salt: a text in UTF-8 is needed, not "):
+        session.clear(cache_salts=[salt])
+    with pytest.raises(InvalidInputError, match=r"^cache_salt: a text in UTF-8 is needed, not '\\ud800'"):
+        session.prime(["text"], cache_salt="\ud800")
 
 
 def notes(raised: pytest.ExceptionInfo[openai.APIError]) -> list[str]:
