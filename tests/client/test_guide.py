@@ -28,6 +28,8 @@ def test_the_code_of_the_guide_runs(server: FakeServer, tmp_path: Path, monkeypa
         for found in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
             line = text.count("\n", 0, found.start()) + 1
             source = "\n" * line + found.group(1).replace("http://localhost:8000/v1", server.url)
+            if "response_format=" in source:
+                server.answers = [{"content": '{"passed": true}'}]
             code: CodeType = compile(source, str(GUIDE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             result = FunctionType(code, names)()
             if inspect.isawaitable(result):
