@@ -39,6 +39,8 @@ from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSour
 Int32 = NDArray[np.int32]
 UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError, SafetensorError)
 """What torch, safetensors and transformers raise for a damaged file."""
+_PART = 2**20
+"""Bytes of a file that are hashed at once."""
 Answer = Callable[[PromptsSource, Path], None]
 """Function that writes the target's answers to a source's prompts into a file of recorded calls."""
 
@@ -69,10 +71,21 @@ class Corpus:
     held_out: list[Conversation]
 
 
-def folder_of(config: TrainingConfig) -> Path:
-    """Return the folder that caches what is computed from these data and this target."""
+def source_sizes(config: TrainingConfig) -> list[int]:
+    """Return the bytes of each file of the sources. Raises InvalidInputError for a file that cannot be read."""
+    return [_size(path) for path in _files(config.data)]
+
+
+def folder_of(config: TrainingConfig, sizes: Sequence[int] | None = None) -> Path:
+    """Return the folder that caches what is computed from these data and this target.
+
+    sizes: the bytes that a run which goes on found in the files at its start; what they have grown by does not count.
+    """
+    paths = _files(config.data)
+    if sizes is None or len(sizes) != len(paths):
+        sizes = source_sizes(config)
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
-    files = [_digest(source.path) for source in _all(config.data) if not isinstance(source, StoreSource)]
+    files = [_digest(path, size) for path, size in zip(paths, sizes, strict=True)]
     name, folder = config.model.name_or_path, Path(config.model.name_or_path)
     model = [str(folder.resolve()), _weights_of(folder)] if folder.is_dir() else name
     key = json.dumps([data, files, model, config.model.dtype], sort_keys=True)
@@ -84,13 +97,22 @@ def gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
 
     Raises InvalidInputError where there would be none to train on or none held out, and what the sources raise.
     """
-    files = folder / "train.safetensors", folder / "held-out.safetensors"
-    if not all(file.exists() for file in files):
+    files = _gathered(folder)
+    if not is_gathered(folder):
         make_folder(folder, "data.cache_dir")
         corpus = _gather(config, folder, answer)
         for part, file in zip((corpus.train, corpus.held_out), files, strict=True):
             _save(part, file)
     return Corpus(*(_load(file) for file in files))
+
+
+def is_gathered(folder: Path) -> bool:
+    """Return whether the folder holds the conversations of a run."""
+    return all(file.exists() for file in _gathered(folder))
+
+
+def _gathered(folder: Path) -> tuple[Path, Path]:
+    return folder / "train.safetensors", folder / "held-out.safetensors"
 
 
 def make_folder(path: Path, field: str) -> None:
@@ -292,16 +314,36 @@ def _all(data: Data) -> list[Source]:
     return [*data.sources, *data.eval_sources]
 
 
-def _digest(path: Path) -> str:
+def _files(data: Data) -> list[Path]:
+    return [source.path for source in _all(data) if not isinstance(source, StoreSource)]
+
+
+def _size(path: Path) -> int:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise InvalidInputError(
             f"{path}: is a pipe or a device, which a training that goes on cannot read again; give a file"
         )
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return path.stat().st_size
     except OSError as error:
-        raise InvalidInputError(f"{path}: cannot be read: {error.strerror}; give a file of JSON lines") from None
+        raise _unreadable(path, error) from None
+
+
+def _digest(path: Path, size: int) -> str:
+    """Return the hash of a file's first ``size`` bytes."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while size > 0 and (part := file.read(min(size, _PART))):
+                digest.update(part)
+                size -= len(part)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return digest.hexdigest()
+
+
+def _unreadable(path: Path, error: OSError) -> InvalidInputError:
+    return InvalidInputError(f"{path}: cannot be read: {error.strerror}; give a file of JSON lines")
 
 
 def _weights_of(folder: Path) -> list[tuple[str, int, int]]:

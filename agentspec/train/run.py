@@ -24,11 +24,21 @@ from agentspec.server_ext.speculator import save_speculator
 from agentspec.server_ext.speculator.checkpoint import read_config
 from agentspec.server_ext.speculator.config import MODEL_TYPE
 from agentspec.train.config import PromptsSource, TrainingConfig
-from agentspec.train.corpus import Conversation, Corpus, folder_of, gather, make_folder, readable, writable
+from agentspec.train.corpus import (
+    Conversation,
+    Corpus,
+    folder_of,
+    gather,
+    is_gathered,
+    make_folder,
+    readable,
+    source_sizes,
+    writable,
+)
 from agentspec.train.evaluate import Acceptance, measure
 from agentspec.train.generate import answer_prompts
 from agentspec.train.hidden_states import HiddenStates, Target, extract, target_shape
-from agentspec.train.trainer import Trainer, speculator_config
+from agentspec.train.trainer import Trainer, sizes_at_start, speculator_config
 
 REPORT = "report.json"
 _LOG_SECONDS = 60.0
@@ -67,9 +77,8 @@ def _train(config: TrainingConfig, out: Path, console: Console) -> dict[str, Any
             HiddenStates(corpus.train, run.folder / "train") as data,
             HiddenStates(corpus.held_out, run.folder / "held-out") as held_out,
         ):
-            trainer = Trainer(
-                config, speculator_config(config.model, run.target), data, head, run.device, run.folder.name
-            )
+            shape = speculator_config(config.model, run.target)
+            trainer = Trainer(config, shape, data, head, run.device, run.folder.name, run.sizes)
             before, after = run.train(trainer, held_out)
     report = {
         "target": config.model.name_or_path,
@@ -148,11 +157,23 @@ class _Run:
 
     def __init__(self, config: TrainingConfig, bars: _Bars) -> None:
         self.config = config
-        self.folder = folder_of(config)
+        self.sizes, self.folder = self._data_of(config, bars)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.target = target_shape(config.model.name_or_path)
         self._bars = bars
         self._opened: Target | None = None
+
+    @staticmethod
+    def _data_of(config: TrainingConfig, bars: _Bars) -> tuple[list[int], Path]:
+        """Return the sizes of the sources' files, and the folder of what is computed from them.
+
+        A run that goes on keeps what it gathered at its start, even if its files have grown.
+        """
+        now, before = source_sizes(config), sizes_at_start(config)
+        if before is not None and before != now and is_gathered(folder := folder_of(config, before)):
+            bars.console.print("the sources have grown; this training goes on with what it gathered", soft_wrap=True)
+            return before, folder
+        return now, folder_of(config, now)
 
     @contextmanager
     def cache(self) -> Iterator[None]:

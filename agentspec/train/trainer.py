@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -170,10 +171,28 @@ def rate_factor(step: int, total: int, warmup: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
 
 
+def sizes_at_start(config: TrainingConfig) -> list[int] | None:
+    """Return the bytes of the sources' files at the start of the run that goes on; None without a checkpoint of one.
+
+    Raises InvalidInputError for a damaged checkpoint.
+    """
+    file = _checkpoint(config)
+    if not file.exists():
+        return None
+    with readable(file):
+        sizes: list[int] | None = torch.load(file, weights_only=True, mmap=True).get("sizes")
+    return sizes
+
+
+def _checkpoint(config: TrainingConfig) -> Path:
+    return config.checkpoint.output_dir / "training.pt"
+
+
 class Trainer:
     """Train one speculator on ``device``.
 
-    head: the target's head [V, H], which the LK loss needs. data_key: identifies the data.
+    head: the target's head [V, H], which the LK loss needs. data_key: identifies the data. sizes: bytes of the files
+    that it was read from, which the checkpoint keeps.
     Raises ConfigurationError for a checkpoint of other settings or data.
     """
 
@@ -185,12 +204,14 @@ class Trainer:
         head: Tensor | None,
         device: torch.device,
         data_key: str,
+        sizes: Sequence[int],
     ) -> None:
         self.config = config
         self.step = 0
         self.seconds = 0.0
         self._device = device
         self._data_key = data_key
+        self._sizes = list(sizes)
         self._data = data
         self._pieces = pieces(data.responses)
         self._head = None if head is None else head.to(device)
@@ -201,7 +222,7 @@ class Trainer:
         self._optimizer = _optimizer(self.speculator, config)
         self._per_step = config.micro_batch_size * config.gradient_accumulation_steps
         self._draws = draws(len(self._pieces), config.seed, 0)
-        self._file = config.checkpoint.output_dir / "training.pt"
+        self._file = _checkpoint(config)
 
     def resume(self) -> bool:
         """Load the checkpoint of an earlier run with the same settings. Return whether there was one.
@@ -232,6 +253,7 @@ class Trainer:
             "optimizer": self._optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
+            "sizes": self._sizes,
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with writable(self._file), replacing(self._file, sync=True) as partial:

@@ -118,6 +118,40 @@ def test_cut_off_and_resumed_is_as_if_unbroken(
         assert torch.equal(value, weights[name]), name
 
 
+def test_a_run_goes_on_when_its_records_have_grown(
+    settings: dict[str, Any], calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that still wrote them made an end of the training: its checkpoint was of other data."""
+    unbroken = train(TrainingConfig.model_validate(settings), QUIET)
+    records = tmp_path / "growing.jsonl"
+    shutil.copy(calls, records)
+    settings["data"]["sources"][0]["path"] = str(records)
+    settings["checkpoint"] = {"output_dir": str(tmp_path / "again"), "save_every_n_steps": 4}
+    config = TrainingConfig.model_validate(settings)
+    real, text = trainer.Trainer.train_step, io.StringIO()
+
+    def fail_at_six(self: trainer.Trainer) -> float:
+        if self.step == 6:
+            raise RuntimeError("power cut")
+        return real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "train_step", fail_at_six)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(config, QUIET)
+    before = records.read_text()
+    records.write_text(before + json.dumps({"session": "new", "prompt_token_ids": [1], "response_token_ids": [2, 3]}))
+    fresh = folder_of(config)
+    shutil.copytree(tmp_path / "again", tmp_path / "changed")
+    assert train(config, Console(file=text))["held_out"] == unbroken["held_out"]
+    assert "the sources have grown" in text.getvalue() and not fresh.exists()
+
+    records.write_text(before.replace("s1", "t1") + "\n")
+    settings["checkpoint"]["output_dir"] = str(tmp_path / "changed")
+    with pytest.raises(ConfigurationError, match="belongs to a run of other settings or data"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_training_that_is_stopped_saves_its_step(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
