@@ -17,7 +17,7 @@ from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.public_corpus import PublicCorpus, read_texts
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
-from agentspec.server_ext.vllm_adapter.runner import _tokenizer
+from agentspec.server_ext.vllm_adapter.engine_builder import served_tokenizer
 from tests.server_ext.plain_engine import in_memory
 
 from .session_server import MODEL
@@ -126,7 +126,7 @@ def test_a_text_that_the_tokenizer_refuses_is_skipped(tmp_path: Path, caplog: py
         skip_tokenizer_init=False, tokenizer=str(MODEL), tokenizer_revision=None, trust_remote_code=False
     )
     content = "\n".join(json.dumps({"text": text}) for text in ("half a pair: \ud83d", "all is well", "\udc00"))
-    _, stats = load(tmp_path / "some.jsonl", content, tokenize=_tokenizer(model))
+    _, stats = load(tmp_path / "some.jsonl", content, tokenize=served_tokenizer(model))
     assert (stats["state"], stats["texts"], stats["skipped"]) == ("ready", 1, 2)
     assert "line 1: skipped: text: the tokenizer refuses it" in caplog.text
 
@@ -135,7 +135,7 @@ def test_a_tokenizer_that_cannot_be_loaded_costs_the_corpus(tmp_path: Path, capl
     model = SimpleNamespace(
         skip_tokenizer_init=False, tokenizer=str(tmp_path), tokenizer_revision=None, trust_remote_code=False
     )
-    _, stats = load(tmp_path / "some.txt", TEXT, tokenize=_tokenizer(model))
+    _, stats = load(tmp_path / "some.txt", TEXT, tokenize=served_tokenizer(model))
     assert stats["state"] == "failed" and "not used" in caplog.text
 
 

@@ -277,15 +277,18 @@ class Extension:
             note_lengths=self.lengths.update,
         )
         self.finished: list[tuple[str, Any]] = []
-        self.followed: list[Any] = []
+        self.begun_or_idle: list[Any] = []
         self.passes: list[ForwardPass] = []
 
     def draft(self, holder: Any, forward: ForwardPass) -> list[list[int]]:
         self.passes.append(forward)
         return [[3]]
 
-    def follow(self, holder: Any, begun: Any) -> None:
-        self.followed.append(begun)
+    def begin(self, holder: Any, requests: Any) -> None:
+        self.begun_or_idle.append(requests)
+
+    def finish_if_idle(self) -> None:
+        self.begun_or_idle.append("idle")
 
     def finish(self, request_id: str, state: Any) -> None:
         self.finished.append((request_id, state))
@@ -319,7 +322,7 @@ class TestRunner:
         for begun, count in (["new"], 3), ([], 1), ([], 0):
             output = SimpleNamespace(scheduled_new_reqs=begun, total_num_scheduled_tokens=count)
             assert runner.update_states(lambda *_: "corrections", holder, output) == "corrections"
-        assert holder.agentspec.followed == [["new"], []]  # of a step in which nothing begins or ends it asks nothing
+        assert holder.agentspec.begun_or_idle == [["new"], "idle"]  # a step in which nothing begins or ends is not told
         assert runner.input_fits_in_drafter(pytest.fail, holder, object())
         worker = SimpleNamespace(model_runner=holder)
         assert vllm_adapter.worker_rpc(worker, "stats") == {"steps": 7}

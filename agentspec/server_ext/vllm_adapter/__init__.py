@@ -16,6 +16,7 @@ In the API server:
 In the engine core and its workers:
 
 ``runner``              drafts, from an object on vLLM's model runner
+``engine_builder``      builds the drafting engine of the served model
 ``step_reader``         reads the runner's batch after a step into a ``Step``
 ``draft_models``        runs speculators beside the suffix index, on all tensor-parallel ranks
 ``native_drafters``     runs the drafters of vLLM's own methods
@@ -55,8 +56,9 @@ from agentspec.server_ext.vllm_adapter import (
     speculative_config,
 )
 from agentspec.server_ext.vllm_adapter.cpu import on_cpu
+from agentspec.server_ext.vllm_adapter.engine_builder import served_model_key
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id
-from agentspec.server_ext.vllm_adapter.runner import served_model_key, worker_rpc
+from agentspec.server_ext.vllm_adapter.runner import worker_rpc
 from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 
 __all__ = [

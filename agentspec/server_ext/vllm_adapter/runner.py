@@ -7,24 +7,19 @@ one of vLLM's own, beside which the engine drafts (``native_drafters``).
 """
 
 import functools
-import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
-from agentspec.cache.store import LogNames, open_store, snapshot_path
-from agentspec.errors import InvalidInputError, SpeculatorError, first_line
-from agentspec.server_ext.engine import DraftingEngine, make_cache
-from agentspec.server_ext.identity.server_secrets import keep_secret, server_secret
-from agentspec.server_ext.persistence.model_key import find_model_key
-from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.errors import SpeculatorError
+from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.pricing import EngineLimits
-from agentspec.server_ext.public_corpus import Tokenize
-from agentspec.server_ext.settings import MemoryShares, Settings, check_draft_limit, load_settings
+from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.step import spread_drafts
 from agentspec.server_ext.vllm_adapter.cpu import keep_freed_memory, on_cpu
 from agentspec.server_ext.vllm_adapter.draft_limit import engine_limits
 from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter, build_draft_model
+from agentspec.server_ext.vllm_adapter.engine_builder import build_engine
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, limit_numba_threads
 from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
 from agentspec.server_ext.vllm_adapter.shutdown import note_saved
@@ -61,7 +56,7 @@ class RunnerExtension:
         self.max_draft = check_draft_limit(vllm_config.speculative_config.num_speculative_tokens)
         limits = engine_limits(vllm_config)
         self._cpu_limits = limits if on_cpu() else None  # until the first step
-        self.engine = _build_engine(vllm_config, self.settings, self.max_draft, limits) if _is_first_rank() else None
+        self.engine = build_engine(vllm_config, self.settings, self.max_draft, limits) if _is_first_rank() else None
         self.draft_model = build_draft_model(self.settings, vllm_config) if native is None else native
         self.drafted_nothing = True
         self.waiting: ForwardPass | None = None
@@ -128,17 +123,21 @@ class RunnerExtension:
                 text = functools.partial(text_of, state)
                 self.engine.finish(request_id, returned_tokens(state), text, may_be_shorter=is_told_later(state))
 
-    def follow(self, runner: Any, begun: Sequence[Any]) -> None:
-        """Let the engine begin requests, or end the last ones where no step follows. begun: vLLM's NewRequestData."""
-        if self.engine is None:
-            return
-        try:
-            if begun:
-                self.engine.begin(self._reader.begun(runner, begun))
-            else:
+    def begin(self, runner: Any, requests: Sequence[Any]) -> None:
+        """Let the engine begin requests whose prompts are computed next. requests: vLLM's NewRequestData."""
+        if self.engine is not None:
+            try:
+                self.engine.begin(self._reader.begun(runner, requests))
+            except Exception:
+                self._report()
+
+    def finish_if_idle(self) -> None:
+        """Let the engine finish the last requests, because no step follows."""
+        if self.engine is not None:
+            try:
                 self.engine.finish_if_idle()
-        except Exception:
-            self._report()
+            except Exception:
+                self._report()
 
     def _make_memory_ready(self, limits: EngineLimits) -> None:
         """Keep freed memory from the first step on. Before it, vLLM's KV cache would take the pages that are ready."""
@@ -157,7 +156,7 @@ class RunnerExtension:
             self._report()
             return None
 
-    def _close(self, bound: BoundModel) -> None:
+    def _end_step(self, bound: BoundModel) -> None:
         """End the draft model's step. An error leaves the drafts that the step has."""
         try:
             bound.close()
@@ -172,7 +171,7 @@ class RunnerExtension:
             drafts = engine.propose(step, bound)
         finally:
             if bound is not None:
-                self._close(bound)
+                self._end_step(bound)
         self.drafted_nothing = not any(drafts)
         count = len(forward.sampled)
         return drafts if len(drafts) == count else spread_drafts(drafts, step.batch.rows.tolist(), count)
@@ -184,6 +183,24 @@ class RunnerExtension:
         if not self._reported:
             self._reported = True
             logger.exception("agentspec: reading the engine's state failed, it goes on without its drafts")
+
+
+def _is_first_rank() -> bool:
+    """Return whether this process is the tensor-parallel rank whose drafts vLLM takes."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank()) == 0
+
+
+def log_as_vllm() -> None:
+    """Let the loggers below ``agentspec`` write as vLLM's do, unless somebody has configured them.
+
+    By themselves they write nothing below a warning, and of a warning the bare text.
+    """
+    own, of_vllm = logging.getLogger("agentspec"), logging.getLogger("vllm")
+    if not own.hasHandlers():
+        own.handlers[:] = of_vllm.handlers
+        own.setLevel(of_vllm.level)
 
 
 # --- The wrapped methods of vLLM's V1 model runner, and the worker's RPC
@@ -273,9 +290,12 @@ def on_request_state_removed(original: Callable[..., Any], runner: Any, req_id: 
 def update_states(original: Callable[[Any, Any], Any], runner: Any, scheduler_output: Any) -> Any:
     """Tell the engine which requests begin, before their prompts are computed, and that no step follows."""
     result = original(runner, scheduler_output)
-    begun, idle = scheduler_output.scheduled_new_reqs, not scheduler_output.total_num_scheduled_tokens
-    if (begun or idle) and (extension := extension_of(runner)) is not None:
-        extension.follow(runner, begun)
+    extension = extension_of(runner)
+    if extension is not None:
+        if scheduler_output.scheduled_new_reqs:
+            extension.begin(runner, scheduler_output.scheduled_new_reqs)
+        elif not scheduler_output.total_num_scheduled_tokens:
+            extension.finish_if_idle()
     return result
 
 
@@ -334,74 +354,3 @@ def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
         request_id, caller, admin, call = args
         return extension.engine.request(request_id, caller, call=call, admin=admin)
     return extension.engine.stats()
-
-
-# --- The engine of a model
-
-
-def _is_first_rank() -> bool:
-    """Return whether this process is the tensor-parallel rank whose drafts vLLM takes."""
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank()) == 0
-
-
-def log_as_vllm() -> None:
-    """Let the loggers below ``agentspec`` write as vLLM's do, unless somebody has configured them.
-
-    By themselves they write nothing below a warning, and of a warning the bare text.
-    """
-    own, of_vllm = logging.getLogger("agentspec"), logging.getLogger("vllm")
-    if not own.hasHandlers():
-        own.handlers[:] = of_vllm.handlers
-        own.setLevel(of_vllm.level)
-
-
-def _build_engine(vllm_config: Any, settings: Settings, max_draft: int, limits: EngineLimits) -> DraftingEngine:
-    """Return the engine of this model, on the store of the settings."""
-    secret = server_secret(settings)
-    logs = LogNames(served_model_key(vllm_config), secret)
-    shares = MemoryShares.of(settings.max_bytes, settings.store)
-    store, retention = open_store(settings.store, memory_bytes=shares.store), settings.retention()
-    keep_secret(store, secret)
-    cache = make_cache(settings, vllm_config.model_config.get_vocab_size(), max_draft)
-    persistence = Persistence(cache, store, logs, settings.preload_records, retention, shares.queue)
-    number = vllm_config.parallel_config.data_parallel_index
-    snapshot = snapshot_path(settings.store, logs.of(settings.tenant), number)
-    tokenize = _tokenizer(vllm_config.model_config)
-    return DraftingEngine(settings, persistence, limits, snapshot, tokenize)
-
-
-def _tokenizer(model_config: Any) -> Tokenize | None:
-    """Return the served tokenizer without special tokens, loaded when it is called first; None if vLLM has none."""
-    if model_config.skip_tokenizer_init:
-        return None
-
-    @functools.cache
-    def load() -> Any:
-        from transformers import AutoTokenizer
-
-        revision, trusted = model_config.tokenizer_revision, model_config.trust_remote_code
-        return AutoTokenizer.from_pretrained(model_config.tokenizer, revision=revision, trust_remote_code=trusted)
-
-    def tokenize(text: str) -> list[int]:
-        tokenizer = load()
-        try:
-            return cast(list[int], tokenizer.encode(text, add_special_tokens=False))
-        except Exception as error:  # the libraries raise whatever they like, e.g. for half of a surrogate pair
-            raise InvalidInputError(f"the tokenizer refuses it: {first_line(error)}") from error
-
-    return tokenize
-
-
-def served_model_key(vllm_config: Any) -> str:
-    """Return the key of the served model and its tokenizer (`find_model_key`)."""
-    model = vllm_config.model_config
-    return find_model_key(
-        model.model,
-        model.tokenizer,
-        revision=model.revision,
-        tokenizer_revision=model.tokenizer_revision,
-        overrides=json.dumps(model.hf_overrides, sort_keys=True, default=str) if model.hf_overrides else "",
-        given=load_settings(vllm_config.additional_config).model_key,
-    )
