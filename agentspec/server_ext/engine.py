@@ -179,7 +179,7 @@ class DraftingEngine:
             states = self._requests.of(step.batch.request_ids)
             self._fail(states)
             with suppress(Exception):  # the step may be what is wrong
-                self._accounts.undrafted(self._steps + 1, step, states)
+                self._accounts.count_undrafted(self._steps + 1, step, states)
             return _no_drafts(step)
 
     def finish(
@@ -280,7 +280,7 @@ class DraftingEngine:
             self._requests.make_way(outdated)
         lookup = self._look_up(step)
         if lookup.failed:
-            self._accounts.undrafted(self._steps + 1, step, lookup.failed)
+            self._accounts.count_undrafted(self._steps + 1, step, lookup.failed)
         if not lookup.states:
             self._measure_work()
             return _no_drafts(step)
@@ -299,7 +299,7 @@ class DraftingEngine:
         took = time.perf_counter_ns() - begin
         self.metrics.draft_seconds.observe(1e-9 * (took - self._measure_work()))
         self._steps += 1
-        self._accounts.note(self._steps, lookup, step, drafts, took // count)
+        self._accounts.count(self._steps, lookup, step, drafts, took // count)
         if len(drafts.token_ids) == 0:
             return _no_drafts(step)
         if not self._knows_erasures():
@@ -338,7 +338,7 @@ class DraftingEngine:
         if step.started or self._turnover.has_work():  # a step with prompts takes long, so more of its time is for this
             work = max(work, self._work_time.in_latest_step())
             self._turn_over(step.started, step, self._work_time.for_turnover(work))
-            self._accounts.undrafted(self._steps + 1, step, self._turnover.starting())
+            self._accounts.count_undrafted(self._steps + 1, step, self._turnover.starting())
         seconds = self._work_time.for_stored_turns(work, begin, any_wait=loading)
         if seconds is not None:
             self._persistence.apply_loaded(seconds)

@@ -166,7 +166,7 @@ class RequestState:
     figures: RequestFigures
     acceptance_length: AcceptanceLength
     counted_length: int
-    """tokens of its text that its figures count"""
+    """length of its text, in tokens, at the latest step that its figures count; the prompt and ``left_out`` included"""
     prompt_length: int = 0
     """tokens of its prompt"""
     end_tokens: frozenset[int] = frozenset()
@@ -189,10 +189,10 @@ class RequestState:
 
     counted_steps: int = 0
     """steps of its batch that its figures count"""
-    uncounted: int = 0
-    """tokens of its text that its figures leave out, because they lie behind the end of the response"""
-    latest: list[tuple[int, list[int]]] = field(default_factory=list)
-    """its latest steps with accepted tokens: tokens of its text before each, and those accepted tokens by source"""
+    left_out: int = 0
+    """tokens within ``counted_length`` that its figures leave out: they lie behind the end of the response"""
+    latest_accepted: list[tuple[int, list[int]]] = field(default_factory=list)
+    """its latest steps with accepted tokens: length of its text before each, and its accepted tokens by source"""
     draft_source: str | None = None
     """source of the first token of its latest draft, for the step record"""
     draft_ns: int = 0

@@ -42,7 +42,7 @@ def test_steps_of_a_request_that_waits_for_its_start_have_lines(tmp_path: Path) 
     zeros, tokens = np.zeros(1, np.int32), np.zeros((1, 20), np.int32)
     for number in (7, 8):
         step = Step(Batch(("r",), zeros), (), tokens, np.array([number + 4], np.int32), zeros, zeros, 0)
-        accounts.undrafted(number, step, [state])
+        accounts.count_undrafted(number, step, [state])
     step_record.close()
     found = [
         (one["step"], one["request"], one["tokens"], one["drafted"], one["source"]) for one in lines(step_record.path)
@@ -57,7 +57,7 @@ def test_an_id_that_a_caller_made_long_costs_a_line_little(tmp_path: Path) -> No
     zeros = np.zeros(1, np.int32)
     lengths = np.array([11], np.int32)
     step = Step(Batch((state.request_id,), zeros), (), np.zeros((1, 20), np.int32), lengths, zeros, zeros, 0)
-    Accounts(Metrics(), Traces(1000), step_record).undrafted(1, step, [state])
+    Accounts(Metrics(), Traces(1000), step_record).count_undrafted(1, step, [state])
     step_record.close()
     (one,) = lines(step_record.path)
     assert one["request"] == "x" * 247 + "-0123abcd"

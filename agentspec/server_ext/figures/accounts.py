@@ -32,8 +32,8 @@ class Accounts:
         """Return the memory that figures, traces and waiting lines of the step record take, about."""
         return self._metrics.bytes + self._traces.bytes + (0 if self._step_record is None else self._step_record.bytes)
 
-    def note(self, step_number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
-        """Count a step. drafts: for the next one. ns: time that a row's draft took."""
+    def count(self, step_number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
+        """Count a step of the rows that get drafts. drafts: for the next step. ns: nanoseconds that each row's took."""
         lookup.steps += 1
         rows: Sequence[int] = ()
         if self._step_record is not None or self._traces.running:
@@ -41,7 +41,7 @@ class Accounts:
         elif step.num_draft_tokens:
             rows = np.flatnonzero(lookup.pick(step.num_verified_draft_tokens)).tolist()
         if rows:
-            self._add(rows, step_number, lookup, step, drafts, ns)
+            self._count_rows(rows, step_number, lookup, step, drafts, ns)
 
     def settle(self, lookup: BatchLookup | None) -> None:
         """Add the steps of a batch to the figures that do not count them yet."""
@@ -59,7 +59,7 @@ class Accounts:
         state.figures.steps += steps
         state.counted_length += steps
 
-    def undrafted(self, step_number: int, step: Step, states: Sequence[RequestState]) -> None:
+    def count_undrafted(self, step_number: int, step: Step, states: Sequence[RequestState]) -> None:
         """Count a step of requests that get no drafts, unless it is counted already."""
         for state in states:
             place = step.batch.places.get(state.request_id)
@@ -77,7 +77,10 @@ class Accounts:
 
     @staticmethod
     def _count_gained(state: RequestState, step: Step, row: int, length: int) -> int:
-        """Return how many tokens a row of the engine's array gained, without those behind the end of the response."""
+        """Return how many tokens the figures of a request gain. Note those behind the end of its response as left out.
+
+        row: its row in the engine's token array. length: of its text now, in tokens.
+        """
         gained = length - state.counted_length
         added = gained if state.told_length is None else 0
         if added > 1 and state.end_tokens:  # an accepted draft may hold the end, and a token was sampled behind it
@@ -89,10 +92,10 @@ class Accounts:
             response = step.tokens[row, state.prompt_length : length]
             end = state.repetition.end_of(response[: before + added], before)
             added = added if end is None else end - before
-        state.uncounted += gained - added
+        state.left_out += gained - added
         return added
 
-    def _add(
+    def _count_rows(
         self, rows: Sequence[int], step_number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int
     ) -> None:
         """Add a step to the figures of these rows, of the k that get drafts."""
@@ -110,8 +113,8 @@ class Accounts:
                 state.figures.leave_out(by_source[1], added)
                 accepted = added
             if accepted:
-                state.latest.append((state.counted_length, by_source[1]))
-                del state.latest[:-_LATEST_STEPS]
+                state.latest_accepted.append((state.counted_length, by_source[1]))
+                del state.latest_accepted[:-_LATEST_STEPS]
             begin, end = drafts.offsets[i], drafts.offsets[i + 1]
             if state.trace is not None:
                 said = step.tokens[engine_rows[i], state.counted_length : state.counted_length + added].tolist()

@@ -136,6 +136,10 @@ class Traces:
             self._grow(trace.bytes)
         return trace
 
+    def end(self) -> None:
+        """Note that a traced request has ended."""
+        self.running -= 1
+
     def add(self, trace: Trace, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Add a step to a trace, unless it was dropped."""
         with self._lock:

@@ -91,7 +91,8 @@ class RunningRequests:
             self.turnover.end(state, output_limit, text, until)
             del self.by_id[request_id]  # not before: an erasure in another thread looks for it here, then in `turnover`
             self._metrics.end(state.figures)
-            self._traces.running -= state.trace is not None
+            if state.trace is not None:
+                self._traces.end()
 
     def finish_if_idle(self) -> None:
         """Finish all that wait where no request runs any more, because no step may follow."""
@@ -109,9 +110,9 @@ class RunningRequests:
                 continue
             state.told_length = length
             end = state.prompt_length + length
-            for begin, accepted in state.latest:
+            for begin, accepted in state.latest_accepted:
                 state.figures.leave_out(accepted, max(end - begin, 0))
-            counted = state.counted_length - state.prompt_length - state.uncounted
+            counted = state.counted_length - state.prompt_length - state.left_out
             behind = max(counted - length, 0)
             state.figures.take_back(behind)
             if state.trace is not None:
