@@ -216,7 +216,7 @@ def test_whatever_steps_took_one_without_drafts_takes_some_time_and_no_more_than
             cost.observe(rows, drafted, seconds)
             prices = cost.at(luck.choice(sizes))
             assert prices.row_seconds is None or prices.row_seconds > 0.0
-            assert prices.plain is None or 0.0 < prices.plain <= 1.0
+            assert prices.plain_share is None or 0.0 < prices.plain_share <= 1.0
 
 
 def test_a_price_that_depends_on_the_number_of_rows_is_kept_apart() -> None:

@@ -68,10 +68,10 @@ class Prices:
     """price of verifying one more token, as a share of a step; from LOWEST_COST to HIGHEST_COST where it is measured"""
     row_seconds: float | None
     """seconds of a step without drafts, divided by its rows; None: not measured yet"""
-    plain: float | None = None
+    plain_share: float | None = None
     """a step without drafts, as a share of one with drafts less its draft tokens; None: drafts are not measured yet"""
-    token: float = 0.0
-    """what each draft token adds to that, as a share of the latter"""
+    token_share: float = 0.0
+    """what each draft token adds to a step, as a share of one with drafts less its draft tokens"""
 
 
 class StepCost:
@@ -86,7 +86,7 @@ class StepCost:
         self._longest_step = longest_step
         self.version = 0
         """number that changes whenever the prices may have changed"""
-        self._batches: dict[int, RowTimes] = {}
+        self._row_times: dict[int, RowTimes] = {}  # by number of rows (`_bucket`)
         self._waiting: list[tuple[int, int, float]] = []
         self._prices: dict[int, Prices] = {}  # by number of rows, until more is known
         self._rows = 1
@@ -117,16 +117,16 @@ class StepCost:
         unless drafts are worth it even where any draft doubles a step.
         """
         prices = self.at(rows)
-        if prices.plain is None:
+        if prices.plain_share is None:
             return True
-        batch = self._batches[_bucket(rows)]
-        needed = rows * (1.0 + prices.token * drafted)  # for these drafts, if any draft took nothing by itself
-        if prices.plain * (rows + expected) < needed:
-            if batch.since_drafts < _DRAFTS_EVERY:
+        times = self._row_times[_bucket(rows)]
+        needed = rows * (1.0 + prices.token_share * drafted)  # for these drafts, if any draft took nothing by itself
+        if prices.plain_share * (rows + expected) < needed:
+            if times.since_drafts < _DRAFTS_EVERY:
                 return False
-            batch.since_drafts = 0  # its measurement comes later
-        elif 0.5 * (rows + expected) < needed and batch.since_plain >= _PLAIN_EVERY:
-            batch.since_plain = 0
+            times.since_drafts = 0  # its measurement comes later
+        elif 0.5 * (rows + expected) < needed and times.since_plain >= _PLAIN_EVERY:
+            times.since_plain = 0
             return False
         return True
 
@@ -135,13 +135,13 @@ class StepCost:
 
         Ask only where drafts are cut. If nearly all steps have drafts, one in each 128 should have none.
         """
-        batch = self._batches.get(_bucket(rows))
-        if self.given is not None or rows < 2 or batch is None or batch.with_drafts is None:
+        times = self._row_times.get(_bucket(rows))
+        if self.given is not None or rows < 2 or times is None or times.with_drafts is None:
             return False
-        every = _PLAIN_EVERY if batch.plain.steps else _FIRST_PLAIN_EVERY
-        if batch.since_plain < every:
+        every = _PLAIN_EVERY if times.plain.steps else _FIRST_PLAIN_EVERY
+        if times.since_plain < every:
             return False
-        batch.since_plain = 0  # its measurement comes later
+        times.since_plain = 0  # its measurement comes later
         return True
 
     def affordable_tokens(self, rows: int, acceptance_length: float = 1.0) -> float:
@@ -173,18 +173,18 @@ class StepCost:
         if self.given is not None:
             return (multiple - 1.0) * rows / self.given
         tokens = 0.0
-        batch = self._nearest(rows)
-        if batch is not None:
-            usual, unit = batch.usual, batch.usual.seconds / batch.rows
-            expected = self._slope(batch)[0]
-            plain = usual.base(expected) * (1.0 if batch.with_drafts is None else batch.plain.share(expected))
-            mean, _, deviation = self._posterior(batch, unit, unit)
-            at_most = usual.seconds / (batch.rows + usual.drafted)  # if a row takes no less than a draft token
+        times = self._nearest(rows)
+        if times is not None:
+            usual, unit = times.usual, times.usual.seconds / times.rows
+            expected = self._slope(times)[0]
+            plain = usual.base(expected) * (1.0 if times.with_drafts is None else times.plain.share(expected))
+            mean, _, deviation = self._posterior(times, unit, unit)
+            at_most = usual.seconds / (times.rows + usual.drafted)  # if a row takes no less than a draft token
             slope = min(max(mean, 0.0) + deviation, max(mean, at_most))
             tokens = (
-                (usual.drafted + (_aimed_share(usual) * multiple * plain - usual.seconds) / slope) * rows / batch.rows
+                (usual.drafted + (_aimed_share(usual) * multiple * plain - usual.seconds) / slope) * rows / times.rows
             )
-            most = max(known.most * _alike(rows, known.rows) for known in self._batches.values())
+            most = max(known.most * _alike(rows, known.rows) for known in self._row_times.values())
             tokens = min(tokens, _GROWTH * most)
         return max(tokens, (self._longest_step - 1.0) * rows)
 
@@ -196,22 +196,22 @@ class StepCost:
         ``steps``: the number of measured steps.
         """
         self._take_in()
-        batch = self._nearest(self._rows)
-        slope, evidence = self._slope(batch) if batch is not None else (0.0, 0.0)
+        times = self._nearest(self._rows)
+        slope, evidence = self._slope(times) if times is not None else (0.0, 0.0)
         return {
             "given": self.given,
             "cost": self.at(self._rows).cost,
             "evidence": evidence,
             "rows": self._rows,
             "ms_per_draft_token": 1e3 * slope,
-            "ms_per_step": 1e3 * batch.base(slope) if batch is not None else 0.0,
+            "ms_per_step": 1e3 * times.base(slope) if times is not None else 0.0,
             "steps": self._steps,
         }
 
     def dump(self) -> bytes:
         """Return what was measured, for ``restore`` in another process on the same machine. Any thread may call it."""
-        batches = {rows: batch.dump() for rows, batch in dict(self._batches).items()}
-        return json.dumps({"steps": self._steps, "batches": batches}).encode()
+        row_times = {rows: times.dump() for rows, times in dict(self._row_times).items()}
+        return json.dumps({"steps": self._steps, "batches": row_times}).encode()
 
     def restore(self, dumped: bytes) -> None:
         """Take over what another process measured. Ignores anything that is not from ``dump``.
@@ -220,12 +220,14 @@ class StepCost:
         """
         try:
             found = json.loads(dumped or b"{}")
-            batches = {int(rows): RowTimes.restored(int(rows), kept) for rows, kept in found.get("batches", {}).items()}
+            row_times = {
+                int(rows): RowTimes.restored(int(rows), kept) for rows, kept in found.get("batches", {}).items()
+            }
             steps = int(found.get("steps", 0))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning("agentspec: the saved prices of verification are not used: %s", error)
             return
-        self._batches, self._steps = batches, steps
+        self._row_times, self._steps = row_times, steps
         self._take_in()
 
     def _take_in(self) -> None:
@@ -239,66 +241,66 @@ class StepCost:
             self._steps += 1
             self._rows = rows
             key = _bucket(rows)
-            batch = self._batches.get(key)
-            if batch is None:
-                batch = self._batches[key] = RowTimes(key)
+            times = self._row_times.get(key)
+            if times is None:
+                times = self._row_times[key] = RowTimes(key)
             if rows + drafted > self._largest:
                 # The first step of a size also allocates memory and, on GPUs, loads kernels, which later steps reuse.
                 self._largest = rows + drafted
-                batch.most = max(batch.most, drafted)
+                times.most = max(times.most, drafted)
                 continue
             if key not in slopes:
-                slopes[key] = self._slope(batch)[0] if batch.settled else 0.0
-            batch.learn(drafted, seconds, slopes[key], self._steps)
+                slopes[key] = self._slope(times)[0] if times.settled else 0.0
+            times.learn(drafted, seconds, slopes[key], self._steps)
         self._prices.clear()
 
     def _prices_at(self, rows: int) -> Prices:
         """Return the prices in a batch of ``rows`` rows, from what is measured of the nearest number of rows."""
         cost, row_seconds = self._guess(rows), None
-        batch = self._nearest(rows)
-        if batch is not None:
-            slope, _ = self._slope(batch)
-            base = batch.base(slope)
+        nearest = self._nearest(rows)
+        if nearest is not None:
+            slope, _ = self._slope(nearest)
+            base = nearest.base(slope)
             cost, row_seconds = min(max(slope * rows / base, LOWEST_COST), HIGHEST_COST), base / rows
-        same = self._batches.get(_bucket(rows))
-        if self.given is not None or same is None or same.with_drafts is None:
+        times = self._row_times.get(_bucket(rows))
+        if self.given is not None or times is None or times.with_drafts is None:
             return Prices(cost if self.given is None else self.given, row_seconds)
-        slope, _ = self._slope(same)
-        return Prices(cost, row_seconds, same.plain.share(slope), slope / same.with_drafts.base(slope))
+        slope, _ = self._slope(times)
+        return Prices(cost, row_seconds, times.plain.share(slope), slope / times.with_drafts.base(slope))
 
-    def _slope(self, batch: RowTimes) -> tuple[float, float]:
+    def _slope(self, times: RowTimes) -> tuple[float, float]:
         """Return the seconds that one more draft token takes, and the share of that which is evidence (0 to 1)."""
-        cost = self._guess(batch.rows)
-        drafted = 0.0 if batch.with_drafts is None else batch.share * batch.with_drafts.drafted
-        guess = cost * batch.seconds / (batch.rows + cost * drafted)  # a share of a step without its draft tokens
-        slope, evidence, _ = self._posterior(batch, guess, guess)  # which may be wrong by its own size
+        cost = self._guess(times.rows)
+        drafted = 0.0 if times.with_drafts is None else times.share * times.with_drafts.drafted
+        guess = cost * times.seconds / (times.rows + cost * drafted)  # a share of a step without its draft tokens
+        slope, evidence, _ = self._posterior(times, guess, guess)  # which may be wrong by its own size
         return slope, evidence
 
     def _guess(self, rows: int) -> float:
         """Return the price in a batch of ``rows`` rows before anything is measured."""
         return max(DEFAULT_COST, rows / (_FIXED_ROWS + rows))
 
-    def _posterior(self, batch: RowTimes, guess: float, deviation: float) -> tuple[float, float, float]:
+    def _posterior(self, times: RowTimes, guess: float, deviation: float) -> tuple[float, float, float]:
         """Return the slope under a normal prior, its share of evidence (0 to 1), and its standard deviation."""
         dd = dt = 0.0
-        for other in self._batches.values():
+        for other in self._row_times.values():
             if other.with_drafts is not None:
                 other.with_drafts.forget(self._steps)
-                alike = _alike(batch.rows, other.rows) ** 3
+                alike = _alike(times.rows, other.rows) ** 3
                 dd += alike * other.with_drafts.dd
                 dt += alike * other.with_drafts.dt
-        noise = batch.usual.deviation
+        noise = times.usual.deviation
         # The guess weighs as much as measurements with this sum of squares of d.
         trust = (noise / deviation) ** 2
         return (dt + trust * guess) / (dd + trust), dd / (dd + trust), noise / (dd + trust) ** 0.5
 
     def _nearest(self, rows: int) -> RowTimes | None:
         """Return the settled measurements with the number of rows nearest to this one; None: there are none yet."""
-        known = self._batches.get(_bucket(rows))
+        known = self._row_times.get(_bucket(rows))
         if known is not None and known.settled:
             return known
-        settled = [batch for batch in self._batches.values() if batch.settled]
-        return min(settled, key=lambda batch: abs(batch.rows - rows)) if settled else None
+        settled = [times for times in self._row_times.values() if times.settled]
+        return min(settled, key=lambda times: abs(times.rows - rows)) if settled else None
 
 
 def _longest_multiple(longest_step: float, acceptance_length: float) -> float:

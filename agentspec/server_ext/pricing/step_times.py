@@ -28,7 +28,7 @@ _LEAST_SHARE = 0.05
 
 @dataclass(slots=True)
 class StepTimes:
-    """Keep means and least-squares sums of one level: the steps of a batch size with drafts, or those without."""
+    """Keep means and least-squares sums of steps with some number of rows: of those with drafts, or of the others."""
 
     seconds: float
     drafted: float
@@ -43,17 +43,17 @@ class StepTimes:
     """number of the step at which both sums were last reduced"""
 
     @classmethod
-    def settled(cls, steps: list[tuple[int, float]], slope: float, as_of: int) -> "StepTimes":
-        """Return a level that starts with these steps, given as (draft tokens, seconds)."""
+    def of_first(cls, steps: list[tuple[int, float]], slope: float, as_of: int) -> "StepTimes":
+        """Return what these first steps tell, given as (draft tokens, seconds)."""
         middle = median(seconds for _, seconds in steps)
         drafted = sum(d for d, _ in steps) / len(steps)
         noise = median(abs(seconds - middle) for _, seconds in steps)
-        level = cls(middle, drafted, max(_DEVIATIONS * noise, _FIRST_NOISE * middle), len(steps), as_of=as_of)
+        times = cls(middle, drafted, max(_DEVIATIONS * noise, _FIRST_NOISE * middle), len(steps), as_of=as_of)
         for d, seconds in steps:
             off = d - drafted
-            level.dd += off * off
-            level.dt += off * (level.believed(off, seconds, slope) - middle)
-        return level
+            times.dd += off * off
+            times.dt += off * (times.believed(off, seconds, slope) - middle)
+        return times
 
     def forget(self, step: int) -> None:
         """Reduce the sums by the steps since they were last reduced."""
@@ -118,12 +118,16 @@ class PlainSteps:
 
 
 class RowTimes:
-    """Keep the measurements of steps with some number of rows."""
+    """Keep the measurements of steps with some number of rows.
+
+    with_drafts, without_drafts: None until _SETTLING such steps were measured.
+    """
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._levels: dict[bool, StepTimes] = {}  # with drafts (True) and without
-        self._settling: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+        self.with_drafts: StepTimes | None = None
+        self.without_drafts: StepTimes | None = None
+        self._settling: dict[bool, list[tuple[int, float]]] = {False: [], True: []}  # first steps, True: with drafts
         self.most = 0
         """most draft tokens that a step had"""
         self.count = 0
@@ -136,46 +140,42 @@ class RowTimes:
         """steps without drafts since one with"""
 
     @property
-    def with_drafts(self) -> StepTimes | None:
-        """Return the level of the steps with drafts; None until it has settled."""
-        return self._levels.get(True)
-
-    @property
-    def without_drafts(self) -> StepTimes | None:
-        """Return the level of the steps without drafts; None until it has settled."""
-        return self._levels.get(False)
-
-    @property
     def settled(self) -> bool:
-        """Return whether one of the levels has settled."""
-        return bool(self._levels)
+        """Return whether enough steps were measured, with drafts or without."""
+        return self.with_drafts is not None or self.without_drafts is not None
 
     def learn(self, d: int, t: float, slope: float, step: int) -> None:
-        """Learn from a step of d draft tokens and t seconds. A level's first steps are collected until it settles."""
+        """Learn from a step of d draft tokens and t seconds. The first are collected, and learned from together."""
         drafts = d > 0
         self.count += 1
         self.share += max(1.0 / self.count, 1.0 / _MEAN_STEPS) * (drafts - self.share)
         self.most = max(self.most, d)
         self.since_plain, self.since_drafts = (self.since_plain + 1, 0) if drafts else (0, self.since_drafts + 1)
-        level = self._levels.get(drafts)
-        if level is not None:
-            level.forget(step)
+        times = self.with_drafts if drafts else self.without_drafts
+        if times is not None:
+            times.forget(step)
             if not drafts and self.with_drafts is not None:
-                self.plain.learn(level.believed(0.0, t, slope), self.with_drafts)
-            level.learn(d, t, slope)
+                self.plain.learn(times.believed(0.0, t, slope), self.with_drafts)
+            times.learn(d, t, slope)
             return
         first = self._settling[drafts]
         first.append((d, t))
         if len(first) >= _SETTLING:
-            self._levels[drafts] = StepTimes.settled(first, slope, step)
+            times = StepTimes.of_first(first, slope, step)
+            if drafts:
+                self.with_drafts = times
+            else:
+                self.without_drafts = times
             if self.with_drafts is not None and self.without_drafts is not None:
                 self.plain.learn(self.without_drafts.seconds, self.with_drafts, _SETTLING)
             first.clear()
 
     @property
     def usual(self) -> StepTimes:
-        """Return the level of the steps with drafts, or of those without if no other is settled."""
-        return self._levels.get(True) or self._levels[False]
+        """Return the times of the steps with drafts, or else of those without. One of them is known (`settled`)."""
+        usual = self.with_drafts or self.without_drafts
+        assert usual is not None
+        return usual
 
     @property
     def seconds(self) -> float:
@@ -190,8 +190,9 @@ class RowTimes:
 
     def dump(self) -> dict[str, Any]:
         """Return the measurements as JSON, for `restored`. Any thread may call it."""
+        known = ((0, self.without_drafts), (1, self.with_drafts))
         return {
-            "levels": {int(drafts): asdict(level) for drafts, level in dict(self._levels).items()},
+            "levels": {drafts: asdict(times) for drafts, times in known if times is not None},
             "most": self.most,
             "count": self.count,
             "share": self.share,
@@ -202,7 +203,8 @@ class RowTimes:
     def restored(cls, rows: int, kept: dict[str, Any]) -> "RowTimes":
         """Return the measurements of ``dump``. Raises ValueError, TypeError, KeyError or AttributeError on others."""
         times = cls(rows)
-        times._levels = {bool(int(drafts)): StepTimes(**level) for drafts, level in kept["levels"].items()}
+        levels = {bool(int(drafts)): StepTimes(**level) for drafts, level in kept["levels"].items()}
+        times.with_drafts, times.without_drafts = levels.get(True), levels.get(False)
         times.most, times.count, times.share = int(kept["most"]), int(kept["count"]), float(kept["share"])
         times.plain = PlainSteps(**kept["plain"])
         return times
