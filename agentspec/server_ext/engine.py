@@ -149,7 +149,7 @@ class DraftingEngine:
         """
         if not self.settings.enabled:
             return
-        begin = time.thread_time_ns()
+        self._work_time.begin_work()
         try:
             self._begin_periods()
             if any(self._persistence.has_loaded_of(new.identity) for new in started):
@@ -157,12 +157,12 @@ class DraftingEngine:
                 self._persistence.apply_loaded(self._work_time.for_stored_turns_first())
             fresh = [new for new in started if new.request_id not in self._requests.by_id]
             if fresh:
-                self._turn_over(fresh, None, self._work_time.for_begun(begin))
+                self._turn_over(fresh, None, self._work_time.for_begun())
                 self._work_time.begun = True
         except Exception as error:
             self.metrics.count_error("begin", error)
             self._fail(self._requests.of(new.request_id for new in started))
-        self._work_time.spend_since(begin)
+        self._work_time.end_work()
 
     def propose(self, step: Step, model: StepModel | None = None) -> list[list[int]]:
         """Return a draft for each row of ``step``, empty if none is worth its cost. Never raises.
@@ -196,10 +196,10 @@ class DraftingEngine:
         text: returns prompt and response, for a request that still waits for its start; without ``text`` such a
         request is not kept. may_be_shorter: ``note_lengths`` will say how much of the response the caller got.
         """
-        begin = time.thread_time_ns()
+        self._work_time.begin_work()
         self._leave_batch()
         self._requests.end(request_id, output_limit, text, may_be_shorter=may_be_shorter)
-        self._work_time.spend_since(begin)
+        self._work_time.end_work()
 
     def finish_if_idle(self) -> None:
         """Keep all responses that wait, if no request runs. Call it where no step may follow."""
@@ -333,16 +333,16 @@ class DraftingEngine:
 
     def _prepare(self, step: Step, loading: bool) -> None:
         """Start and finish requests, and apply stored turns, as far as there is time. loading: if any are loaded."""
-        begin, latest = time.thread_time_ns(), self._lookup
-        work = latest.allowance.work if latest else self._work_time.in_step(None)
+        self._work_time.begin_work()
+        work = self._lookup.allowance.work if self._lookup else self._work_time.in_step(None)
         if step.started or self._turnover.has_work():  # a step with prompts takes long, so more of its time is for this
             work = max(work, self._work_time.in_latest_step())
             self._turn_over(step.started, step, self._work_time.for_turnover(work))
             self._accounts.count_undrafted(self._steps + 1, step, self._turnover.starting())
-        seconds = self._work_time.for_stored_turns(work, begin, any_wait=loading)
+        seconds = self._work_time.for_stored_turns(work, any_wait=loading)
         if seconds is not None:
             self._persistence.apply_loaded(seconds)
-        self._work_time.spend_since(begin)
+        self._work_time.end_work()
 
     def _turn_over(self, started: Sequence[NewRequest], step: Step | None, seconds: float) -> None:
         """Start and finish requests for about so much CPU time. started: those that begin. step: with their rows."""

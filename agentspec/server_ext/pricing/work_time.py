@@ -18,8 +18,9 @@ _MOST_WAITS = 2
 class WorkTime:
     """Divide a step's CPU time for work: to starts and ends first, then to stored turns, then to indexing.
 
-    Steps are told by ``tick``. ``allowed`` is a step's time for work, in seconds, as ``in_step`` or ``in_latest_step``
-    returns it. begun: whether requests have begun in front of this step's forward pass.
+    Steps are told by ``tick``, and work in the engine's thread by ``begin_work`` and ``end_work``. ``allowed`` is a
+    step's time for work, in seconds, as ``in_step`` or ``in_latest_step`` returns it. begun: whether requests have
+    begun in front of this step's forward pass.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,7 @@ class WorkTime:
         self._elapsed = 0.0  # seconds between its last two calls
         self._usual = 0.0  # seconds between calls, of late; pauses and prompts weigh little. 0.0: not known yet
         self._spent_ns = 0  # spent since the latest step, except by the cache
+        self._began_ns = 0  # the thread's CPU time when the latest work began
         self._cache_ns = 0  # spent by the cache up to the latest step
         self._waits = 0  # latest steps in a row that had no time to apply stored turns
 
@@ -54,25 +56,21 @@ class WorkTime:
         self._waits = 0
         return DEFAULT_WORK_SECONDS / 2
 
-    def for_begun(self, begin: int) -> float:
-        """Return the seconds for starting requests in front of a forward pass, which takes long with their prompts.
-
-        begin: the thread's time when the work in front of it began, in nanoseconds.
-        """
-        return DEFAULT_WORK_SECONDS - self._spent(begin)
+    def for_begun(self) -> float:
+        """Return the seconds for starting requests in front of a forward pass, which takes long with their prompts."""
+        return DEFAULT_WORK_SECONDS - self._spent()
 
     def for_turnover(self, allowed: float) -> float:
         """Return the seconds for starting and finishing requests: none where they made stored turns wait just now."""
         return 0.0 if self._waits else max(allowed - 1e-9 * self._spent_ns, 0.0)
 
-    def for_stored_turns(self, allowed: float, begin: int, *, any_wait: bool) -> float | None:
+    def for_stored_turns(self, allowed: float, *, any_wait: bool) -> float | None:
         """Return the seconds for applying stored turns; None: they wait for the next step.
 
         The other half of the step's time is for indexing what is applied. They wait for _MOST_WAITS steps in a row at
-        most: steps that all begin requests would apply nothing. begin: the thread's time when the step began to work,
-        in nanoseconds. any_wait: whether there are any.
+        most: steps that all begin requests would apply nothing. any_wait: whether there are any.
         """
-        left = allowed / 2 - self._spent(begin)
+        left = allowed / 2 - self._spent()
         waits = any_wait and left <= 0 and not self.must_apply()
         self._waits = self._waits + 1 if waits else 0
         return None if waits else max(left, 0.0)
@@ -91,9 +89,13 @@ class WorkTime:
         half = allowed / 2 if halved else allowed
         return max(half / 4, half - 1e-9 * self._spent_ns)
 
-    def spend_since(self, begin: int) -> None:
-        """Note that the thread has worked since ``begin``, its time then in nanoseconds."""
-        self._spent_ns += time.thread_time_ns() - begin
+    def begin_work(self) -> None:
+        """Note that the calling thread begins to work."""
+        self._began_ns = time.thread_time_ns()
+
+    def end_work(self) -> None:
+        """Count the CPU time since ``begin_work`` as spent."""
+        self._spent_ns += time.thread_time_ns() - self._began_ns
 
     def note_cache(self, worked_ns: int) -> None:
         """Note what the cache has spent by now (``SuffixCache.worked_ns``), so that no step is charged for it."""
@@ -109,6 +111,6 @@ class WorkTime:
         self.begun = False
         return by_cache, spent
 
-    def _spent(self, begin: int) -> float:
-        """Return the seconds spent since the latest step, with those since the thread's time ``begin``."""
-        return 1e-9 * (self._spent_ns + time.thread_time_ns() - begin)
+    def _spent(self) -> float:
+        """Return the seconds spent since the latest step, with those of the work that has begun."""
+        return 1e-9 * (self._spent_ns + time.thread_time_ns() - self._began_ns)
