@@ -24,7 +24,7 @@ def weigh(
     limit: int,
 ) -> DraftAlternatives:
     tokens = [SuffixToken(*pair) for pair in zip(draft, probabilities, strict=True)]
-    return DraftAlternatives.weigh(calibrator, length, tokens, forced, unforced, limit)
+    return DraftAlternatives.score(calibrator, length, tokens, forced, unforced, limit)
 
 
 class TestCalibrator:

@@ -62,7 +62,7 @@ class DraftAlternatives:
         self.model: list[ScoredToken] = []
 
     @classmethod
-    def weigh(
+    def score(
         cls,
         calibrator: AcceptanceCalibrator,
         length: int,
@@ -81,17 +81,17 @@ class DraftAlternatives:
         if row is None:
             return result
         limit = min(limit, len(row.top))
-        at = result._share(draft, row, limit)
+        at = result._score_shared(draft, row, limit)
         if at < limit and at < len(draft):
-            result._part(draft, row, at)
+            result._score_fork(draft, row, at)
             if forced is not None:
-                result._follow(draft, forced, at + 1, limit)
+                result._score_forced(draft, forced, at + 1, limit)
         begin = at + len(result.model)
         taken = [scored.token for scored in result.shared + result.model]
         if unforced is not None and begin < limit and unforced.tokens[:begin] == taken:
-            result.model += result._own(unforced, begin, limit, BEHIND_RIVAL if result.model else SILENT)
+            result.model += result._score_own(unforced, begin, limit, BEHIND_RIVAL if result.model else SILENT)
         elif not result.suffix:  # the model goes on behind a short suffix draft
-            result.shared += result._own(row, at, limit, BEHIND_AGREED if at else SILENT)
+            result.shared += result._score_own(row, at, limit, BEHIND_AGREED if at else SILENT)
         return result
 
     def drafts(self) -> list[ScoredDraft]:
@@ -128,17 +128,17 @@ class DraftAlternatives:
                 break
         self._learn(self.model, verified, begin)
 
-    def _learn(self, way: Sequence[ScoredToken], verified: Sequence[int], begin: int) -> int:
-        """Learn from the tokens up to the first wrong one. Return how many were right."""
+    def _learn(self, draft: Sequence[ScoredToken], verified: Sequence[int], begin: int) -> int:
+        """Learn from a draft's tokens up to the first wrong one, the first at ``begin``. Return how many were right."""
         right = 0
-        for scored, token in zip(way, verified[begin:], strict=False):
+        for scored, token in zip(draft, verified[begin:], strict=False):
             self._calibrator.learn(scored, scored.token == token)
             if scored.token != token:
                 break
             right += 1
         return right
 
-    def _share(self, draft: Sequence[SuffixToken], row: ModelRow, limit: int) -> int:
+    def _score_shared(self, draft: Sequence[SuffixToken], row: ModelRow, limit: int) -> int:
         """Score the tokens that both drafts begin with. Return the position behind them."""
         for at, suffix in enumerate(draft[:limit]):
             if row.top[at] != suffix.token:
@@ -146,7 +146,7 @@ class DraftAlternatives:
             self.shared.append(self._calibrator.agreed(suffix, at, row.top_probabilities[at]))
         return min(limit, len(draft))
 
-    def _part(self, draft: Sequence[SuffixToken], row: ModelRow, at: int) -> None:
+    def _score_fork(self, draft: Sequence[SuffixToken], row: ModelRow, at: int) -> None:
         """Score both tokens of the first position where the model would take another token."""
         suffix = draft[at]
         top = row.top_probabilities[at]
@@ -155,7 +155,7 @@ class DraftAlternatives:
         self.suffix.append((self._calibrator.judged(suffix, at, known, top), rival))
         self.model.append(rival)
 
-    def _follow(self, draft: Sequence[SuffixToken], forced: ModelRow, begin: int, limit: int) -> None:
+    def _score_forced(self, draft: Sequence[SuffixToken], forced: ModelRow, begin: int, limit: int) -> None:
         """Score the rest of the suffix draft and the model's tokens behind it, by the model's forced row."""
         for at, suffix in enumerate(draft[begin:limit], begin):
             top = forced.top_probabilities[at]
@@ -164,10 +164,10 @@ class DraftAlternatives:
             else:
                 judged = self._calibrator.judged(suffix, at, forced.probabilities[at], top)
                 self.suffix.append((judged, self._calibrator.rival(forced.top[at], at, top, suffix)))
-        behind = self._own(forced, max(begin, len(draft)), limit, BEHIND_AGREED)
+        behind = self._score_own(forced, max(begin, len(draft)), limit, BEHIND_AGREED)
         self.suffix += [(scored, None) for scored in behind]
 
-    def _own(self, row: ModelRow, begin: int, limit: int, behind: int) -> list[ScoredToken]:
+    def _score_own(self, row: ModelRow, begin: int, limit: int, behind: int) -> list[ScoredToken]:
         """Score the model's tokens at positions without a suffix draft."""
         return [self._calibrator.own(row.tokens[at], at, row.probabilities[at], behind) for at in range(begin, limit)]
 

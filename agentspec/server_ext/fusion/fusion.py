@@ -40,7 +40,10 @@ in a step with poor suffix drafts, the suffix index might draft a few steps late
 
 @dataclass(frozen=True, slots=True)
 class FusedDrafts:
-    """Hold the drafts of a step, and the seconds that the draft model took for them."""
+    """Hold the drafts of a step, and by how much the draft model made it longer.
+
+    seconds: of a drafter of whole batches, only what its run took beyond the least that any step needs of it.
+    """
 
     drafts: StepDrafts
     seconds: float = 0.0
@@ -147,10 +150,12 @@ class DraftFusion:
         """Learn from this step's verified tokens, and launch the model if it runs in parallel to the host."""
         for i, state in enumerate(rows.states):
             if state.alternatives is not None:
-                waiting, state.alternatives = state.alternatives, None
-                waiting.learn(rows.tokens[rows.rows[i], waiting.length : rows.lengths[i]].tolist())
-        if not model.overlaps:
-            return None
+                scored, state.alternatives = state.alternatives, None
+                scored.learn(rows.tokens[rows.rows[i], scored.length : rows.lengths[i]].tolist())
+        return self._launch_early(rows, model, row_seconds) if model.overlaps else None
+
+    def _launch_early(self, rows: DraftRows, model: StepModel, row_seconds: float | None) -> _ModelRun | None:
+        """Launch the model before the suffix index drafts, for rows chosen by the last step; None: for no row."""
         expected = [state.expected_tokens for state in rows.states]
         widths = np.minimum(rows.max_draft_tokens, 1).tolist()
         pace = Pace(1.0 + sum(expected) / len(expected), row_seconds)
@@ -247,7 +252,7 @@ class DraftFusion:
         for i, forced, unforced in zip(run.rows, run.forced, run.unforced, strict=True):
             begins = bounds[i]
             own = range(begins, bounds[i + 1] if self._scores else begins)
-            alternatives = DraftAlternatives.weigh(
+            alternatives = DraftAlternatives.score(
                 self.calibrator,
                 int(rows.lengths[i]),
                 [SuffixToken(tokens[at], probabilities[at], sources[at], matched[i] + at - begins) for at in own],
