@@ -89,7 +89,7 @@ class DraftingEngine:
         self._turnover = self._requests.turnover
         self._work_time = self.pricing.work_time
         self._sessions = SessionAdmin(
-            persistence, self._requests.states, self._traces, self._step_record, self._drop_snapshot
+            persistence, self._requests.states, self._traces, self._step_record, self._delete_snapshot
         )
         persistence.follow(self._sessions.erased_elsewhere)
         self._keeper: SnapshotKeeper | None = None
@@ -372,10 +372,10 @@ class DraftingEngine:
         self._model_seconds = fused.seconds
         return fused.drafts
 
-    def _drop_snapshot(self) -> None:
+    def _delete_snapshot(self) -> None:
         """Delete the snapshot, because a session was erased."""
         if self._keeper is not None:
-            self._keeper.erased()
+            self._keeper.delete()
 
     def _leave_batch(self) -> None:
         """Count what the batch of the latest step did, and drop its lookup: the next step has other requests."""

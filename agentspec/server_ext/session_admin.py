@@ -45,9 +45,10 @@ class _Slice:
 
 @dataclass(slots=True)
 class _Job:
-    """Hold a job: the first future has its value, and is told when all have ended. asked: time of the latest poll.
+    """Hold a job. Its answer is the first future's value, or the first error, and is told when all futures have ended.
 
-    owner: its asker's principal. items: what its next slices hold. No futures: the next slice is still to be submitted.
+    asked: time (``time.monotonic``) of the latest poll. owner: its asker's principal. futures: none while the next
+    slice of a list or an export is still to be submitted. items: what the next slices hold.
     """
 
     asked: float
@@ -69,7 +70,7 @@ class SessionAdmin:
     """Run jobs on the sessions of one engine.
 
     states: returns the states of its requests. traces: those of requests that asked for one. step_record: None: none is
-    written. erased: called when a session has left the cache. It may raise StoreError.
+    written. delete_snapshot: called when a session has left the cache; may raise StoreError.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class SessionAdmin:
         states: Callable[[], Iterable[RequestState]],
         traces: Traces | None = None,
         step_record: StepRecord | None = None,
-        erased: Callable[[], None] = lambda: None,
+        delete_snapshot: Callable[[], None] = lambda: None,
     ) -> None:
         self._cache, self._persistence = persistence.cache, persistence
         self._states = states
         self._traces = traces
         self._step_record = step_record
-        self._erased = erased
+        self._delete_snapshot = delete_snapshot
         self._jobs: dict[str, _Job] = {}  # by the name that the asker chose, oldest first
 
     def begin(self, job: str, owner: str | None, what: str, *args: Any) -> dict[str, Any]:
@@ -138,7 +139,7 @@ class SessionAdmin:
         self._blank(session)
         self._cache.remove_session(tenant, session)
         with contextlib.suppress(StoreError):  # the next start asks the store what was erased
-            self._erased()
+            self._delete_snapshot()
 
     def _make_room(self, owner: str | None) -> None:
         """Forget jobs whose askers are gone. Raises StoreUnavailableError where too many others wait."""
@@ -153,7 +154,7 @@ class SessionAdmin:
         if what == "erase":
             return self._erase(owner, *args)
         if what == "tenants":
-            args = (*args, {state.identity.tenant for state in self._of(args[0])})
+            args = (*args, {state.identity.tenant for state in self._states_of(args[0])})
         jobs: dict[str, Callable[..., Any]] = {"write": self._write, "tenants": self._tenants}
         in_slices: dict[str, Callable[..., Iterator[Any]]] = {"list": self._list, "read": self._read}
 
@@ -168,7 +169,7 @@ class SessionAdmin:
 
     def _erase(self, owner: str | None, session: str, tenants: Sequence[str | None]) -> tuple[Future[Any], ...]:
         """Erase a session from cache, traces, step record, snapshots and store."""
-        left: list[StoreError] = []  # why a snapshot could not be deleted; told when the store has erased the session
+        undeleted: list[StoreError] = []  # why a snapshot stays; told when the store has erased the session
 
         def forget() -> set[str | None]:
             known = self._cache.tenants()  # the cache may hold turns that the store never got, or no longer has
@@ -176,27 +177,29 @@ class SessionAdmin:
             for tenant in {*tenants, *known}:
                 self._cache.remove_session(tenant, session)
             try:
-                self._erased()
+                self._delete_snapshot()
             except StoreError as error:
-                left.append(error)
+                undeleted.append(error)
             return held
 
         erasure = self._persistence.erase(session, tenants, forget, owner)
         # Not before, because an erasure that is refused must change nothing.
         blanked = self._blank(session)
         snapshots: Future[None] = Future()
-        erasure.add_done_callback(lambda _: snapshots.set_exception(left[0]) if left else snapshots.set_result(None))
+        erasure.add_done_callback(
+            lambda _: snapshots.set_exception(undeleted[0]) if undeleted else snapshots.set_result(None)
+        )
         return erasure, snapshots, *blanked
 
     def _blank(self, session: str) -> tuple[Future[None], ...]:
         """Remove a session from traces and the step record. Later lines about its requests do not name it."""
         if self._traces is not None:
             self._traces.erase(session)
-        for state in self._of(session):
+        for state in self._states_of(session):
             state.identity = replace(state.identity, session=None, session_name=None)
         return () if self._step_record is None else (self._step_record.erase(session),)
 
-    def _of(self, session: str) -> list[RequestState]:
+    def _states_of(self, session: str) -> list[RequestState]:
         return [state for state in self._states() if state.identity.session == session]
 
     def _logs(self, store: Store, tenant: str | None, anybody: bool = False, session: str | None = None) -> list[str]:
@@ -221,8 +224,8 @@ class SessionAdmin:
             yield None
             parts = sorted(held[session], key=lambda part: part[1].used)
             owners = () if anybody else (turn.principal for turn in _turns(store, parts[-1][0], session, newest=1))
-            if (anybody or principal in owners) and (shown := (yield from _shown(store, session, parts))):
-                yield shown
+            if (anybody or principal in owners) and (summary := (yield from _summary_of(store, session, parts))):
+                yield summary
                 count -= 1
 
     def _read(self, store: Store, session: str, tenant: str | None, anybody: bool) -> Iterator[bytes | None]:
@@ -274,14 +277,14 @@ def _answer(futures: Sequence[Future[Any]]) -> dict[str, Any]:
         if future.cancelled():
             return _failure(StoreUnavailableError("the store was closed before the job began"))
         if (error := future.exception()) is not None:
-            return _failure(_untold(error) if isinstance(error, StoreError) else error)
+            return _failure(_error_for_caller(error) if isinstance(error, StoreError) else error)
     value = futures[0].result()
     if isinstance(value, _Slice):
         return {"value": value.items, "more": value.more}
     return {"value": asdict(value) if isinstance(value, Erasure) else value, "more": False}
 
 
-def _shown(
+def _summary_of(
     store: Store, session: str, parts: Sequence[tuple[str, SessionUsage]]
 ) -> Generator[None, None, dict[str, Any] | None]:
     """Return a session as the list shows it; None if no turn is left. Yields where a slice may end.
@@ -317,7 +320,7 @@ def _name_of(record: Any) -> tuple[str, int]:
     return record.writer, record.number
 
 
-def _untold(error: StoreError) -> StoreError:
+def _error_for_caller(error: StoreError) -> StoreError:
     """Log an error of the store, and return what callers are told: its text names hosts, files and users."""
     logger.warning("agentspec: a question about sessions cannot be answered: %s", error)
     what = "the store, or a snapshot beside it, is away or refuses this"

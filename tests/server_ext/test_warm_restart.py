@@ -218,7 +218,7 @@ def test_an_erased_session_is_in_no_file(tmp_path: Path) -> None:
     cache.restore(FinishedTurn("t", "stays", 0, text(20), text(50), writer="w", number=2))
     assert keeper.save() and secret[6:7].tobytes() in path.read_bytes()
     cache.remove_session("t", "gone")
-    keeper.erased()
+    keeper.delete()
     assert not path.exists()
     assert keeper.save() and secret[6:7].tobytes() not in path.read_bytes()
     assert SuffixCache(vocab_size=2**31).load_snapshot(path, identity=snapshot_identity("model", cache)) == b"{}\n"
@@ -241,7 +241,7 @@ def test_an_erased_session_is_in_no_file_of_another_tenant_or_engine_of_the_mode
         file.write_bytes(b"text")
     converse([cache], 1)
     assert keeper.save()
-    keeper.erased()
+    keeper.delete()
     assert not any(file.exists() for file in (snapshot("1.a", 0), *others)) and another_model.exists()
     assert keeper.save() and snapshot("1.a", 0).exists()
     snapshot("1.a", 0).unlink()  # by an erasure in another process
@@ -259,7 +259,7 @@ def test_an_erased_session_is_in_no_file_of_the_same_database_by_a_link(tmp_path
     assert there is not None and here is not None
     there.write_bytes(b"text")
     keeper = keep(here, make())
-    keeper.erased()
+    keeper.delete()
     assert not there.exists()
     keeper.close()
 
@@ -286,7 +286,7 @@ def test_an_erased_session_is_in_no_file_of_the_same_redis_by_another_address(
     keeper = SnapshotKeeper(here, cache, snapshot_identity("model", cache), max_age=3600.0)
     keeper.wait_loaded(30)
     assert not old.exists() and there.exists() and beside.exists()
-    keeper.erased()
+    keeper.delete()
     assert not there.exists() and another_model.exists() and beside.exists()
     keeper.close()
 
@@ -304,7 +304,7 @@ def test_a_session_erased_while_it_is_saved(tmp_path: Path) -> None:
         thread.start()
         time.sleep(0.001 * number)
         cache.remove_session("t", "gone")
-        keeper.erased()
+        keeper.delete()
         thread.join()
         assert not path.exists() or secret[6:7].tobytes() not in path.read_bytes()
     assert keeper.save()

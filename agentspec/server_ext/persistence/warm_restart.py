@@ -2,7 +2,7 @@
 
     keeper = SnapshotKeeper(path, cache, identity, note=step_cost.dump)  # reads the file in a thread, at engine start
     prices = keeper.wait_loaded(60)  # before the cache is used: the snapshot's note or b""; then keeper.start()
-    keeper.erased()  # after cache.remove_session(...); and keeper.close() at shutdown, which saves once more
+    keeper.delete()  # after cache.remove_session(...); and keeper.close() at shutdown, which saves once more
 
 The store stays the truth. A snapshot is a cache of it: what was stored later is applied afterwards, and what it holds
 already is recognised by the records' numbers. So a snapshot that is missing, damaged or of another model costs nothing
@@ -82,7 +82,7 @@ class SnapshotKeeper:
     ) -> None:
         self._path, self._cache, self._identity = path, cache, identity
         parts = path.name.rsplit("-", 2)  # store, log and the engine's number, as `snapshot_path` joins them
-        self._store, self._log = parts[0], parts[1] if len(parts) > 1 else ""
+        self._store_name, self._log_name = parts[0], parts[1] if len(parts) > 1 else ""
         self._note, self._interval = note, interval
         self._places, self._catch_up = places, catch_up
         self._max_bytes, self._max_age = max_bytes, max_age
@@ -113,8 +113,8 @@ class SnapshotKeeper:
         """Begin to save now and then. Call it when the cache holds what was stored since the snapshot."""
         self._serving.set()
 
-    def erased(self) -> None:
-        """Delete the file, because a session was erased from the cache; the next save writes one without it.
+    def delete(self) -> None:
+        """Delete the file, because it holds a session that was erased; the next save writes one without it.
 
         A save that runs meanwhile is thrown away. The model's snapshots of other tenants and engines go too, because
         those that do not run any more may hold the session; the others save again. So do files that were left half
@@ -125,7 +125,7 @@ class SnapshotKeeper:
         except OSError as error:
             why = f"{self._path}: cannot be deleted, and holds what was erased: {error.strerror}"
             raise StoreError(why) from None
-        for path in self._of_this_store(self._log.partition(".")[0] + "."):
+        for path in self._of_this_store(self._log_name.partition(".")[0] + "."):
             with contextlib.suppress(OSError):  # another user's
                 path.unlink()
         self._delete_unfinished()
@@ -172,7 +172,7 @@ class SnapshotKeeper:
         """Load, then save every interval while serving, and once more at the end. The thread runs this."""
         self._delete_unfinished()
         self._load()
-        self._delete_outdated()
+        self._delete_too_old()
         self._loaded.set()
         due = time.monotonic() + self._interval
         while True:
@@ -193,7 +193,7 @@ class SnapshotKeeper:
         try:
             if not self._path.exists():
                 return
-            if self._is_outdated(self._path):
+            if self._is_too_old(self._path):
                 self._path.unlink()
                 raise SnapshotError(f"{self._path}: older than what the store keeps, and deleted")
             note = self._cache.load_snapshot(self._path, identity=self._identity)
@@ -218,11 +218,11 @@ class SnapshotKeeper:
             self._saved_state = None
             self._path.unlink(missing_ok=True)
 
-    def _delete_outdated(self) -> None:
+    def _delete_too_old(self) -> None:
         """Delete what models, secrets or engines that are not served any more have left beside this store."""
         for other in self._of_this_store():
             with contextlib.suppress(OSError):
-                if self._is_outdated(other):
+                if self._is_too_old(other):
                     other.unlink()
 
     def _delete_unfinished(self) -> None:
@@ -232,15 +232,13 @@ class SnapshotKeeper:
                 _delete_unless_written(left)
 
     def _of_this_store(self, log: str = "", ending: str = "") -> list[Path]:
-        """Return the snapshots beside the same store of the logs whose names begin with ``log``.
-
-        ending: a pattern for what follows the name of a snapshot.
+        """Return the snapshots beside the same store, of logs whose names begin with ``log``.
 
         Those of any Redis server count: a server may have several addresses, and a log's name depends on the model and
-        the servers' secret alone.
+        the servers' secret alone. ending: a pattern for what follows the name of a snapshot.
         """
-        of_redis = _OF_REDIS.fullmatch(self._store)
-        store = PLACE_DIGITS * "[0-9a-f]" if of_redis else glob.escape(self._store)
+        of_redis = _OF_REDIS.fullmatch(self._store_name)
+        store = PLACE_DIGITS * "[0-9a-f]" if of_redis else glob.escape(self._store_name)
         return self._beside(f"{store}-{glob.escape(log)}*.snapshot{ending}")
 
     def _beside(self, pattern: str) -> list[Path]:
@@ -250,7 +248,7 @@ class SnapshotKeeper:
         except OSError:  # of a network's file system, for example
             return []
 
-    def _is_outdated(self, path: Path) -> bool:
+    def _is_too_old(self, path: Path) -> bool:
         return self._max_age is not None and time.time() - path.stat().st_mtime > self._max_age
 
 
