@@ -95,7 +95,8 @@ class Identity:
         return self.named_tenant or self.owner
 
 
-_TYPES = tuple(field.type for field in fields(Identity))
+_KINDS = tuple(field.type if field.type in (int, bool) else str | None for field in fields(Identity))
+"""What the values of an Identity may be, in order, as they come from the API server."""
 _NONE_SHARED = Identity(scope="none", principal=NOBODY, caller=NOBODY)
 
 
@@ -189,13 +190,13 @@ class RequestTagger:
 
 def identify(extra_args: Mapping[str, Any] | None) -> Identity:
     """Return the identity that ``RequestTagger`` wrote. A request without one shares nothing. Never raises."""
-    tag = (extra_args or {}).get(IDENTITY_KEY)
-    if not isinstance(tag, list | tuple) or len(tag) != len(_TYPES) or tag[3] not in SCOPES:
+    values = (extra_args or {}).get(IDENTITY_KEY)
+    if not isinstance(values, list | tuple) or len(values) != len(_KINDS):
         return _NONE_SHARED
-    kinds = (kind if kind in (int, bool) else str | None for kind in _TYPES)
-    if not all(isinstance(value, kind) for value, kind in zip(tag, kinds, strict=True)):
+    if not all(isinstance(value, kind) for value, kind in zip(values, _KINDS, strict=True)):
         return _NONE_SHARED
-    return Identity(*tag)
+    identity = Identity(*values)
+    return identity if identity.scope in SCOPES else _NONE_SHARED
 
 
 def _shown_by(presented: Presented) -> dict[str, Any]:
