@@ -136,7 +136,7 @@ class Turnover:
             starts = -(-len(first) // _STARTED)
             others = len(rest) // _FINISHED if first or few_ends else -(-len(rest) // _FINISHED)
         if first:  # the end of a request has to wait for its start, which may be late in `first`
-            others = len(list(takewhile(_may_be_done, rest[:others])))
+            others = len(list(takewhile(_awaits_no_start, rest[:others])))
         done, least = 0, starts + others
         fresh = set(map(id, started))
         for item in [*first[:starts], *rest[:others], *first[starts:], *rest[others:]]:
@@ -206,5 +206,6 @@ def _prompt_in(step: Step | None, state: RequestState) -> Int32 | None:
     return None if place is None else step.tokens[step.batch.rows[place], : state.prompt_length]
 
 
-def _may_be_done(item: Beginning | Ending) -> bool:
+def _awaits_no_start(item: Beginning | Ending) -> bool:
+    """Return False for the end of a request that still waits for its start."""
     return isinstance(item, Beginning) or not item.state.awaits_start
