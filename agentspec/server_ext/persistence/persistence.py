@@ -77,7 +77,7 @@ class Persistence:
         self._store = store
         self._writer = BackgroundWriter(store, retention=retention, max_bytes=queue_bytes)
         self._loader = BackgroundLoader(
-            store, max_ready_bytes=queue_bytes, before_read=self._begin_following, prepare=self._prepare
+            store, max_ready_bytes=queue_bytes, before_read=self._begin_following, prepare=self._index_session
         )
         self._turns = StoredTurns(cache, self._loader, self._is_erased)
         self._follower: Follower | None = None
@@ -98,7 +98,7 @@ class Persistence:
             self._store,
             self._writer_id,
             take=self._turns.add,
-            erase=lambda tenant, session: self._erase_here(tenant, session, erased),
+            erase=lambda tenant, session: self._follow_erasure(tenant, session, erased),
             erase_again=self._erase_again,
             learn=self._learn_from,
             forget=self.cache.forget_tenant,
@@ -121,7 +121,7 @@ class Persistence:
         before = self._follower.stats().erased
         tenants = self.cache.tenants()
         for tenant in tenants[:-MAX_LOGS]:
-            self._forget(tenant)
+            self._forget_tenant(tenant)
         known, whole = True, len(tenants) <= MAX_LOGS
         for tenant in reversed(tenants[-MAX_LOGS:]):
             log, all_told = self.logs.of(tenant), False
@@ -133,7 +133,7 @@ class Persistence:
                 known = not isinstance(error, StoreUnavailableError)  # otherwise only this log cannot be read
                 logger.warning("agentspec: saved suffix indexes are not used, what was erased is unknown: %s", error)
             if not all_told:
-                self._forget(tenant)
+                self._forget_tenant(tenant)
                 whole = False
         return not whole or self._follower.stats().erased > before
 
@@ -168,13 +168,13 @@ class Persistence:
         log = self.logs.of(tenant)
         if self._follower is not None:
             self._follower.use(log, identity.tenant_owner)
-        if session is not None and not identity.final and self._needs(tenant, session):
+        if session is not None and not identity.final and self._needs_session(tenant, session):
             self._loader.request(Wanted(log, tenant, session=session))
         if group is not None and identity.scope == "tenant":
             if self.cache.needs_load(tenant, group=group):
                 self._loader.request(Wanted(log, tenant, group=group))
         elif family is not None and self.cache.needs_load(tenant, family=family):
-            if self._needs(tenant, family):  # the root's own turns
+            if self._needs_session(tenant, family):  # the root's own turns
                 self._loader.request(Wanted(log, tenant, session=family))
             self._loader.request(Wanted(log, tenant, family=family))
         if identity.scope == "tenant" and self.cache.needs_load(tenant):
@@ -235,7 +235,7 @@ class Persistence:
         owner: as for ``submit``. Raises StoreUnavailableError if too many jobs wait.
         """
         logs = {self.logs.of(tenant) for tenant in tenants}
-        erase = partial(self._erase, session=session, logs=logs, forget=forget)
+        erase = partial(self._erase_in_job, session=session, logs=logs, forget=forget)
         job = self._turns.begin_erasure(session, lambda: self._jobs.submit(erase, owner))
         self._writer.forget(session)
         self._loader.forget(session)
@@ -294,15 +294,19 @@ class Persistence:
             self._follower.close()
         self._store.close()
 
-    def _needs(self, tenant: str | None, session: str) -> bool:
+    def _needs_session(self, tenant: str | None, session: str) -> bool:
+        """Return whether turns of a session are to be loaded: the cache may lack some, and nobody erases it."""
         return not self._turns.is_erasing(session) and self.cache.needs_load(tenant, session)
 
     def _begin_following(self, log: str, tenant: str | None) -> None:
         if self._follower is not None:
             self._follower.begin(log, tenant)
 
-    def _erase_here(self, tenant: str | None, session: str, erased: Callable[[str | None, str], None]) -> int:
-        """Erase from this process a session that another one has erased in the store. Runs in the follower's thread."""
+    def _follow_erasure(self, tenant: str | None, session: str, erased: Callable[[str | None, str], None]) -> int:
+        """Erase from this process a session that another one has erased in the store. Return its newest turn's number.
+
+        Runs in the follower's thread.
+        """
         self._loader.forget(session)
         self._turns.wait()
         erased(tenant, session)  # from here on its requests leave nothing behind
@@ -310,13 +314,16 @@ class Persistence:
         return self._number
 
     def _erase_again(self, tenant: str | None, session: str) -> None:
+        """Erase a session from the store once more: a turn of this process arrived there behind its tombstone."""
         self._erase_in_store(self._store, self.logs.of(tenant), session)
 
     def _erase_in_store(self, store: Store, log: str, session: str) -> Erasure:
         """Erase a session from one log, so that the follower does not take that for another process's erasure."""
         return (store if self._follower is None else self._follower.own).erase_session(log, session)
 
-    def _erase(self, store: Store, session: str, logs: set[str], forget: Callable[[], Iterable[str | None]]) -> Erasure:
+    def _erase_in_job(
+        self, store: Store, session: str, logs: set[str], forget: Callable[[], Iterable[str | None]]
+    ) -> Erasure:
         """Do what `erase` says, in the job's thread. Raises StoreUnavailableError if the store does not answer."""
         self._turns.wait()  # no other turn of the session is restored from now on
         logs = logs | {self.logs.of(tenant) for tenant in forget()}
@@ -329,9 +336,10 @@ class Persistence:
         return Erasure(sum(each.records for each in erased), all(each.complete for each in erased))
 
     def _is_erased(self, log: str, session: str) -> bool:
+        """Return whether records that were read of a session may be older than its erasure."""
         return self._follower is not None and self._follower.own.may_be_older(log, session)
 
-    def _prepare(self, records: Sequence[TurnRecord]) -> PreparedSession | None:
+    def _index_session(self, records: Sequence[TurnRecord]) -> PreparedSession | None:
         """Index a session's turns in the loader's thread. Return None if one of them cannot be used."""
         try:
             return self.cache.prepare([turn_of(record) for record in records])
@@ -339,7 +347,7 @@ class Persistence:
             logger.debug("agentspec: a stored session cannot be indexed as a whole: %s", error)
             return None
 
-    def _forget(self, tenant: str | None) -> None:
+    def _forget_tenant(self, tenant: str | None) -> None:
         """Forget a tenant that may hold erased text. Where the start did not wait, its requests make way first."""
         while not self.cache.forget_tenant(tenant):
             self._outdated = frozenset([tenant])

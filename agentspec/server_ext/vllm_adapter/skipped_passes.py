@@ -54,8 +54,8 @@ class _KeptRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """Hold what the host knows of the pass after one step, row by row."""
+class _StepRows:
+    """Hold what the host knows of a step's rows when the drafter's pass is due."""
 
     ids: Sequence[str]
     texts: NDArray[np.int32]
@@ -68,7 +68,7 @@ class _Step:
     """number of draft tokens that were verified"""
 
     @classmethod
-    def of(cls, forward: ForwardPass) -> "_Step":
+    def of(cls, forward: ForwardPass) -> "_StepRows":
         batch, count = forward.input_batch, len(forward.sampled)
         spec = forward.spec_decode_metadata
         return cls(
@@ -98,8 +98,8 @@ class SkippedPasses:
     def __init__(self, runner: Any, native: Any) -> None:
         self._runner = runner
         self._native = native
-        self._latest: tuple[ForwardPass, _Step] | None = None
-        self._rows: dict[str, _KeptRow] = {}
+        self._latest: tuple[ForwardPass, _StepRows] | None = None
+        self._rows: dict[str, _KeptRow] = {}  # by request id
         self._kept = 0
         """tokens that are kept, of all rows together"""
         self._states: Any = None
@@ -135,10 +135,10 @@ class SkippedPasses:
         """Keep the input of this step's pass. Call it where ``may_skip`` allows it, on all ranks alike."""
         step = self._read(forward)
         self._keep_states(forward, step)
-        for name, begin, taken in zip(step.ids, step.begins.tolist(), step.sampled.tolist(), strict=True):
-            row = self._rows.get(name)
+        for request_id, begin, taken in zip(step.ids, step.begins.tolist(), step.sampled.tolist(), strict=True):
+            row = self._rows.get(request_id)
             if row is None or row.end != begin:
-                row = self._rows[name] = _KeptRow(begin)
+                row = self._rows[request_id] = _KeptRow(begin)
             row.end += taken
             row.count += taken
             row.pieces.append(np.arange(self._kept, self._kept + taken))
@@ -154,22 +154,22 @@ class SkippedPasses:
         """Drop what is kept, after an error."""
         self._rows, self._kept = {}, 0
 
-    def _read(self, forward: ForwardPass) -> _Step:
+    def _read(self, forward: ForwardPass) -> _StepRows:
         if self._latest is None or self._latest[0] is not forward:
-            self._latest = forward, _Step.of(forward)
+            self._latest = forward, _StepRows.of(forward)
         return self._latest[1]
 
     def _room(self, rows: int) -> int:
         """Return how many tokens a pass over ``rows`` rows can take in."""
         return int(self._native.max_num_tokens - rows * self._native.net_num_new_slots_per_request)
 
-    def _waiting(self, step: _Step) -> Indices:
+    def _waiting(self, step: _StepRows) -> Indices:
         """Return how many tokens are kept for each row, up to the first one of the step."""
-        known = [self._rows.get(name) for name in step.ids]
+        known = [self._rows.get(request_id) for request_id in step.ids]
         found = zip(known, step.begins.tolist(), strict=True)
         return np.array([0 if row is None or row.end != begin else row.count for row, begin in found], np.int64)
 
-    def _keep_states(self, forward: ForwardPass, step: _Step) -> None:
+    def _keep_states(self, forward: ForwardPass, step: _StepRows) -> None:
         """Copy the states of accepted tokens, which vLLM will write over."""
         import torch
 
@@ -204,10 +204,10 @@ class SkippedPasses:
         self._drop_unless_absent(step.ids)
         return drafted
 
-    def _catch_up(self, step: _Step, waiting: Indices, call: dict[str, Any]) -> Any:
+    def _catch_up(self, step: _StepRows, waiting: Indices, call: dict[str, Any]) -> Any:
         """Run the pass with the kept tokens in front; where its buffers don't hold both, run these in a pass before."""
         metadata = call["common_attn_metadata"]
-        own = self._taken_in(step, metadata, call.get("num_rejected_tokens_gpu"))
+        own = self._own_places(step, metadata, call.get("num_rejected_tokens_gpu"))
         late, count = np.flatnonzero(waiting), int(waiting.sum())
         kept = _ranges(np.cumsum(waiting) - waiting, waiting)
         inputs = self._with_kept(step, waiting, late, call)
@@ -221,7 +221,7 @@ class SkippedPasses:
             run(0, late, [kept[i] for i in late], step.begins[late], following)
         return run(call["num_speculative_tokens"], range(len(own)), own, ends, call["next_token_ids"])
 
-    def _with_kept(self, step: _Step, waiting: Indices, late: Indices, call: dict[str, Any]) -> _Inputs:
+    def _with_kept(self, step: _StepRows, waiting: Indices, late: Indices, call: dict[str, Any]) -> _Inputs:
         """Return the kept input of these rows, one after the other, and behind it vLLM's input of the pass."""
         import torch
 
@@ -238,8 +238,8 @@ class SkippedPasses:
             torch.cat((states, own.states)),
         )
 
-    def _taken_in(self, step: _Step, metadata: Any, rejected: Any) -> list[Indices]:
-        """Return the places of the tokens that each row keeps: those of its query, without rejected drafts."""
+    def _own_places(self, step: _StepRows, metadata: Any, rejected: Any) -> list[Indices]:
+        """Return, for each row, the places in vLLM's input of the tokens to take in: its query less rejected drafts."""
         starts = metadata.query_start_loc_cpu.numpy().astype(np.int64)
         if len(starts) != len(step.ids) + 1:
             raise ValueError(f"the pass has {len(starts) - 1} rows, the batch {len(step.ids)}")
@@ -251,13 +251,15 @@ class SkippedPasses:
     def _drop_unless_absent(self, present: Sequence[str]) -> None:
         """Drop the kept tokens of these rows, which the drafter has taken in, and of requests that are gone."""
         known, here = self._runner.requests, set(present)
-        absent = {name: row for name, row in self._rows.items() if name not in here and name in known}
+        absent = {
+            request_id: row for request_id, row in self._rows.items() if request_id not in here and request_id in known
+        }
         self.forget()
         if absent and self._states is not None:
             states = self._states[_on(self._states, np.concatenate([row.places() for row in absent.values()]))]
             self._states[: len(states)] = states
-        for name, row in absent.items():
-            self._rows[name] = _KeptRow(row.end, row.count, [np.arange(self._kept, self._kept + row.count)])
+        for request_id, row in absent.items():
+            self._rows[request_id] = _KeptRow(row.end, row.count, [np.arange(self._kept, self._kept + row.count)])
             self._kept += row.count
 
 
