@@ -225,7 +225,7 @@ def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_st
         persistence._writer.put(NS, turn("s", number))
 
     def erase() -> None:
-        newest.append(persistence._erase_here(None, "s", lambda tenant, session: erased.set()))
+        newest.append(persistence._follow_erasure(None, "s", lambda tenant, session: erased.set()))
 
     with persistence._turns._applying:
         thread = threading.Thread(target=erase, daemon=True)
