@@ -253,6 +253,15 @@ def test_what_is_remembered_of_one_caller_makes_nothing_faster_for_another(start
     assert len(set(seen)) == 1
 
 
+def test_without_keys_all_callers_are_one_and_what_was_said_is_remembered(start: Start) -> None:
+    server, engine = start()
+    tokenizer = Tokenizer()
+    engine.get_tokenizer = lambda: tokenizer  # type: ignore[attr-defined]
+    for _ in range(2):
+        server.post("/v1/chat/completions", json=BODY)
+        assert tokenizer.encoded == len(SPELLED)
+
+
 def test_nothing_is_remembered_of_a_caller_that_cannot_be_told_apart(start: Start) -> None:
     server, engine = start(principal_header="X-Principal")
     tokenizer = Tokenizer()
