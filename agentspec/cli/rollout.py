@@ -146,7 +146,7 @@ def rollout(
         with Progress(*_COLUMNS, console=console, disable=not console.is_terminal) as bars:
             shown = _Shown(bars, len(tasks) * samples, epochs)
             try:
-                for figures in generator.run(tasks, plan, shown.sampled, shown.scored):
+                for figures in generator.run(tasks, plan, shown.sampled, shown.scored, shown.tokenised):
                     shown.sampled(figures, complete=True)
                     _add_row(table, figures)
                     if folder is not None:
@@ -169,7 +169,7 @@ class _Shown:
     def __init__(self, bars: Progress, per_epoch: int, epochs: int) -> None:
         self._bars, self._per_epoch, self._total = bars, per_epoch, per_epoch * epochs
         self._epoch = bars.add_task("epoch 0", total=self._total)
-        self._scoring: TaskID | None = None
+        self._first: dict[str, TaskID] = {}  # what comes before the epochs, by its name
         self._said = time.monotonic()
 
     def sampled(self, figures: "EpochFigures", complete: bool = False) -> None:
@@ -180,10 +180,19 @@ class _Shown:
 
     def scored(self, scored: int, of: int) -> None:
         """Show how many of the samples of an earlier run that had no reward are scored."""
-        if self._scoring is None:
-            self._scoring = self._bars.add_task("samples without a reward scored", total=of)
-        self._bars.update(self._scoring, completed=scored)
+        self._show_first("samples without a reward scored", scored, of)
         self._say(f"{scored} of {of} samples without a reward scored", scored == of)
+
+    def tokenised(self, tokenised: int, of: int) -> None:
+        """Show how many of the problems' prompts are tokens by now, until all are."""
+        self._show_first("prompts tokenised", tokenised, of)
+        self._bars.update(self._first["prompts tokenised"], visible=tokenised < of)
+        self._say(f"{tokenised} of {of} prompts tokenised", complete=False)
+
+    def _show_first(self, what: str, done: int, of: int) -> None:
+        if what not in self._first:
+            self._first[what] = self._bars.add_task(what, total=of)
+        self._bars.update(self._first[what], completed=done)
 
     def _say(self, line: str, complete: bool) -> None:
         if not self._bars.console.is_terminal and (complete or time.monotonic() - self._said >= _LOG_SECONDS):

@@ -34,6 +34,9 @@ _MOST_WAITING_REWARDS = 64
 Samples of an earlier run are read so far ahead.
 """
 
+_PROMPTS_TOLD = 100
+"""Progress of tokenising is told once for so many prompts."""
+
 PLAIN_OPTIONS = {"logprobs_mode": "processed_logprobs"}
 """What ``vllm.LLM`` takes without drafts. It refuses to give figures of drafts there."""
 
@@ -90,22 +93,24 @@ class RolloutGenerator:
         plan: Plan,
         progress: Callable[[EpochFigures], None] = lambda figures: None,
         scored: Callable[[int, int], None] = lambda scored, of: None,
+        tokenised: Callable[[int, int], None] = lambda tokenised, of: None,
     ) -> Iterator[EpochFigures]:
         """Sample what the journal lacks, epoch by epoch. Yields each epoch's figures when it is complete.
 
         progress: called after each engine step that finished a sample. scored: called as samples that the journal holds
-        without a reward are scored, with how many were and how many there are. If the caller stops, or an error is
-        raised, the engine's open requests are aborted; what was finished is in the journal. A sample is written once
-        its reward is known, whatever the rewards of others take; a KeyboardInterrupt while they are waited for writes
-        the rest without. With a reward function, samples that the journal holds without a reward are scored first, and
-        written every half minute. Raises InvalidInputError for two problems with one id, for an id or fields that
-        cannot be written and read again, for prompts that the model cannot take, and for a journal whose samples are of
-        another model or were sampled otherwise.
+        without a reward are scored, with how many were and how many there are. tokenised: likewise, for the problems
+        whose prompts become tokens first. If the caller stops, or an error is raised, the engine's open requests are
+        aborted; what was finished is in the journal. A sample is written once its reward is known, whatever the rewards
+        of others take; a KeyboardInterrupt while they are waited for writes the rest without. With a reward function,
+        samples that the journal holds without a reward are scored first, and written every half minute. Raises
+        InvalidInputError for two problems with one id, for an id or fields that cannot be written and read again, for
+        prompts that the model cannot take, and for a journal whose samples are of another model or were sampled
+        otherwise.
         """
         by_id = _by_id(problems)
         self._sampling = distribution(self._engine.model, plan) | self._engine.loaded
         self._journal.check_sampling(self._sampling)
-        self._prompts, self._samples = self._tokenise(problems), plan.samples
+        self._prompts, self._samples = self._tokenise(problems, tokenised), plan.samples
         changed = [name for name, prompt in self._prompts.items() if self._journal.holds_another_prompt(name, prompt)]
         if changed:  # no error, as a chat template may write the day's date
             logger.warning(
@@ -258,13 +263,15 @@ class RolloutGenerator:
         self._engine.add(request_id, self._prompts[key.id], sampling, extra)
         return request_id
 
-    def _tokenise(self, problems: Sequence[Problem]) -> dict[str, list[int]]:
+    def _tokenise(self, problems: Sequence[Problem], told: Callable[[int, int], None]) -> dict[str, list[int]]:
         prompts, wrong = {}, []
-        for problem in problems:
+        for number, problem in enumerate(problems, 1):
             try:
                 prompts[problem.id] = self._engine.tokenise(problem.prompt, problem.tools)
             except InvalidInputError as error:
                 wrong.append(f"problem {problem.id!r}: {error}")
+            if number % _PROMPTS_TOLD == 0 or number == len(problems):
+                told(number, len(problems))
         if wrong:
             more = f" ({len(wrong)} problems have such prompts)" if len(wrong) > 1 else ""
             raise InvalidInputError(f"{wrong[0]}{more}; leave it out or change it")

@@ -19,7 +19,7 @@ from agentspec.rollout.plan import EpochFigures
 from tests.rollout.test_generator import LLM, Engine
 
 
-@pytest.mark.parametrize(("seconds", "lines"), [(3600.0, 2), (0.0, 6)])
+@pytest.mark.parametrize(("seconds", "lines"), [(3600.0, 2), (0.0, 7)])
 def test_progress_in_a_log_is_lines(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -57,6 +57,7 @@ def test_progress_in_a_log_is_lines(
     assert end.value.code in (None, 0)
     assert [line.partition(" accepted")[2] for line in printed][-1] == ", 8 of 8 samples"
     assert len(printed) == lines
+    assert ("2 of 2 prompts tokenised" in printed) == (seconds == 0.0)
 
 
 @pytest.mark.parametrize("width", [80, 200])

@@ -318,6 +318,16 @@ def test_samples_that_wait_for_slow_rewards_are_bounded(tmp_path: Path) -> None:
     assert limit / 2 < max(open_) <= limit + 5  # more than two of 5 requests may finish in a step
 
 
+def test_it_is_told_how_many_prompts_are_tokens_before_anything_is_sampled(tmp_path: Path) -> None:
+    """Tokenising takes minutes for a million problems, in which nothing was shown."""
+    engine, told = Engine(), list[tuple[int, int, int]]()
+    problems = [Problem(str(number), [7]) for number in range(250)]
+    with Journal(tmp_path / "r.jsonl") as journal:
+        samples = RolloutGenerator(OfflineEngine(LLM(engine)), journal)
+        list(samples.run(problems, Plan(), tokenised=lambda *counts: told.append((*counts, len(engine.asked)))))
+    assert told == [(100, 250, 0), (200, 250, 0), (250, 250, 0)]
+
+
 def test_a_huge_number_of_samples_takes_no_memory(tmp_path: Path) -> None:
     """A list of all their names took 844 MB for three problems with two million each, before the first was sampled."""
     engine = Engine(batch=3, fail_after=9)
