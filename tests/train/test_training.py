@@ -89,18 +89,8 @@ def decode(speculator: Speculator, data: HiddenStates) -> Acceptance:
     return Acceptance(tokens, steps, tuple(accepted))
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("lstm", "lk"), ("mlp", "cross_entropy")])
-def test_cut_off_and_resumed_is_as_if_unbroken(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, loss: str
-) -> None:
-    settings |= {"loss": loss, "type": f"arctic-{kind}-speculator", "gradient_accumulation_steps": 2}
-    settings["model"]["method"] = "sum_rnn" if kind == "mlp" else "sum_lstm"
-    settings["checkpoint"]["save_every_n_steps"] = 4
-    unbroken = train(TrainingConfig.model_validate(settings), QUIET)
-    weights = load_speculator(tmp_path / "speculator").state_dict()
-    settings["checkpoint"]["output_dir"] = str(tmp_path / "again")
-    config = TrainingConfig.model_validate(settings)
-
+def cut_off_at_six(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin a training that ends with an error in its seventh step."""
     real = trainer.Trainer.train_step
 
     def fail_at_six(self: trainer.Trainer) -> float:
@@ -112,6 +102,20 @@ def test_cut_off_and_resumed_is_as_if_unbroken(
         patch.setattr(trainer.Trainer, "train_step", fail_at_six)
         with pytest.raises(RuntimeError, match="power cut"):
             train(config, QUIET)
+
+
+@pytest.mark.parametrize(("kind", "loss"), [("lstm", "lk"), ("mlp", "cross_entropy")])
+def test_cut_off_and_resumed_is_as_if_unbroken(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, loss: str
+) -> None:
+    settings |= {"loss": loss, "type": f"arctic-{kind}-speculator", "gradient_accumulation_steps": 2}
+    settings["model"]["method"] = "sum_rnn" if kind == "mlp" else "sum_lstm"
+    settings["checkpoint"]["save_every_n_steps"] = 4
+    unbroken = train(TrainingConfig.model_validate(settings), QUIET)
+    weights = load_speculator(tmp_path / "speculator").state_dict()
+    settings["checkpoint"]["output_dir"] = str(tmp_path / "again")
+    config = TrainingConfig.model_validate(settings)
+    cut_off_at_six(config, monkeypatch)
     resumed = train(config, QUIET)
     assert resumed["held_out"] == unbroken["held_out"]
     for name, value in load_speculator(tmp_path / "again").state_dict().items():
@@ -128,21 +132,12 @@ def test_a_run_goes_on_when_its_records_have_grown(
     settings["data"]["sources"][0]["path"] = str(records)
     settings["checkpoint"] = {"output_dir": str(tmp_path / "again"), "save_every_n_steps": 4}
     config = TrainingConfig.model_validate(settings)
-    real, text = trainer.Trainer.train_step, io.StringIO()
-
-    def fail_at_six(self: trainer.Trainer) -> float:
-        if self.step == 6:
-            raise RuntimeError("power cut")
-        return real(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "train_step", fail_at_six)
-        with pytest.raises(RuntimeError, match="power cut"):
-            train(config, QUIET)
+    cut_off_at_six(config, monkeypatch)
     before = records.read_text()
     records.write_text(before + json.dumps({"session": "new", "prompt_token_ids": [1], "response_token_ids": [2, 3]}))
     fresh = folder_of(config)
     shutil.copytree(tmp_path / "again", tmp_path / "changed")
+    text = io.StringIO()
     assert train(config, Console(file=text))["held_out"] == unbroken["held_out"]
     assert "the sources have grown" in text.getvalue() and not fresh.exists()
 
