@@ -96,6 +96,7 @@ def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, databas
     assert len(said) == 1 and "INFO" in said[0]
 
 
+@pytest.mark.store
 def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> None:
     """In the middle of a request, whose caller hears of its end. By itself vLLM kills its engines at once."""
     server = server_in(tmp_path, *PRICED)
@@ -114,6 +115,7 @@ def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> Non
         assert database.execute("SELECT count(*) FROM entries").fetchone()[0] >= 1
 
 
+@pytest.mark.store
 def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None:
     """By itself vLLM leaves them waiting for their own timeouts, and the server for them."""
     server = server_in(tmp_path)
@@ -149,6 +151,7 @@ def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None
     assert '"error"' in whole.text and '"error"' in streamed.text
 
 
+@pytest.mark.store
 def test_an_engine_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
     """And saves before. By itself vLLM's stays alive, and a GPU's memory with it."""
     server = server_in(tmp_path)
