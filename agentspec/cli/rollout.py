@@ -185,14 +185,13 @@ class _Shown:
 
     def tokenised(self, tokenised: int, of: int) -> None:
         """Show how many of the problems' prompts are tokens by now, until all are."""
-        self._show_first("prompts tokenised", tokenised, of)
-        self._bars.update(self._first["prompts tokenised"], visible=tokenised < of)
+        self._show_first("prompts tokenised", tokenised, of, visible=tokenised < of)
         self._say(f"{tokenised} of {of} prompts tokenised", complete=False)
 
-    def _show_first(self, what: str, done: int, of: int) -> None:
+    def _show_first(self, what: str, done: int, of: int, visible: bool = True) -> None:
         if what not in self._first:
             self._first[what] = self._bars.add_task(what, total=of)
-        self._bars.update(self._first[what], completed=done)
+        self._bars.update(self._first[what], completed=done, visible=visible)
 
     def _say(self, line: str, complete: bool) -> None:
         if not self._bars.console.is_terminal and (complete or time.monotonic() - self._said >= _LOG_SECONDS):
