@@ -63,6 +63,14 @@ def test_every_broken_promise_is_noticed() -> None:
         assert len(unmet(run)) == count, unmet(run)
 
 
+def test_few_repeated_answers_at_the_end_may_be_chance() -> None:
+    mixed, low = [7.0, 30.0, 6.0, 31.0, 32.0, 5.0, 8.0], [7.0, 5.0, 6.0, 8.0, 7.0, 5.0, 6.0]
+    drafts = [(0.0, rate) for rate in (*mixed, *mixed, *mixed, *low)]
+    assert unmet(dataclasses.replace(kept_promises(), said=Said(tokens=1_000_000, drafts=drafts))) == []
+    drafts = [(0.0, rate) for rate in (*mixed, *mixed, *mixed, *[1.0] * 7)]
+    assert len(unmet(dataclasses.replace(kept_promises(), said=Said(tokens=1_000_000, drafts=drafts)))) == 1
+
+
 def test_a_run_that_is_too_short_to_judge_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
