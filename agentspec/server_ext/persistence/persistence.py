@@ -120,22 +120,17 @@ class Persistence:
             return False
         before = self._follower.stats().erased
         tenants = self.cache.tenants()
-        for tenant in tenants[:-MAX_LOGS]:
+        told = set[str | None]()  # of whom all erasures are known now
+        try:
+            for tenant in reversed(tenants[-MAX_LOGS:]):
+                if self._catch_up_erasures_of(tenant, self._follower, places):
+                    told.add(tenant)
+        except StoreUnavailableError as error:
+            _warn_of_unknown_erasures(error)
+        untold = [tenant for tenant in tenants if tenant not in told]
+        for tenant in untold:
             self._forget_tenant(tenant)
-        known, whole = True, len(tenants) <= MAX_LOGS
-        for tenant in reversed(tenants[-MAX_LOGS:]):
-            log, all_told = self.logs.of(tenant), False
-            try:
-                if known:
-                    self._follower.begin(log, tenant, used_too=True)
-                    all_told = log in places and self._store.history(log, places[log]) == "whole"
-            except Exception as error:  # a store may raise anything, and none of it says what was erased
-                known = not isinstance(error, StoreUnavailableError)  # otherwise only this log cannot be read
-                logger.warning("agentspec: saved suffix indexes are not used, what was erased is unknown: %s", error)
-            if not all_told:
-                self._forget_tenant(tenant)
-                whole = False
-        return not whole or self._follower.stats().erased > before
+        return bool(untold) or self._follower.stats().erased > before
 
     def is_current(self) -> bool:
         """Return whether this process knows every erasure by others that is older than a second.
@@ -347,6 +342,21 @@ class Persistence:
             logger.debug("agentspec: a stored session cannot be indexed as a whole: %s", error)
             return None
 
+    def _catch_up_erasures_of(self, tenant: str | None, follower: Follower, places: Mapping[str, str]) -> bool:
+        """Erase what was erased of a tenant since its place, and follow its log. Return whether the store told it all.
+
+        Raises StoreUnavailableError.
+        """
+        log = self.logs.of(tenant)
+        try:
+            follower.begin(log, tenant, used_too=True)
+            return log in places and self._store.history(log, places[log]) == "whole"
+        except StoreUnavailableError:
+            raise
+        except Exception as error:  # a store may raise anything, and none of it says what was erased
+            _warn_of_unknown_erasures(error)
+            return False
+
     def _forget_tenant(self, tenant: str | None) -> None:
         """Forget a tenant that may hold erased text. Where the start did not wait, its requests make way first."""
         while not self.cache.forget_tenant(tenant):
@@ -357,3 +367,7 @@ class Persistence:
     def _learn_from(self, record: TurnRecord) -> None:
         with contextlib.suppress(Exception):  # restoring it will count that it cannot be used
             self.cache.learn_from(turn_of(record, _LEARNED_TOKENS))
+
+
+def _warn_of_unknown_erasures(error: Exception) -> None:
+    logger.warning("agentspec: saved suffix indexes are not used, what was erased is unknown: %s", error)
