@@ -130,13 +130,7 @@ class Turnover:
         now = time.thread_time()
         until = now + seconds
         first, rest = self._in_order()
-        if begun:
-            starts, others = len(first) // _STARTED, 0
-        else:
-            starts = -(-len(first) // _STARTED)
-            others = len(rest) // _FINISHED if first or few_ends else -(-len(rest) // _FINISHED)
-        if first:  # the end of a request has to wait for its start, which may be late in `first`
-            others = len(list(takewhile(_awaits_no_start, rest[:others])))
+        starts, others = _least(first, rest, begun=begun, few_ends=few_ends)
         done, least = 0, starts + others
         fresh = set(map(id, started))
         for item in [*first[:starts], *rest[:others], *first[starts:], *rest[others:]]:
@@ -196,6 +190,20 @@ class Turnover:
         item.state.awaits_start = False
         if not item.state.failed:
             self._start(item.state, item.new, prompt, response)
+
+
+def _least(
+    first: Sequence[Beginning | Ending], rest: Sequence[Beginning | Ending], *, begun: bool, few_ends: bool
+) -> tuple[int, int]:
+    """Return how many of those that begin, and of the rest, a step does even if its time is over (`Turnover.advance`).
+
+    The end of a request has to wait for its start, which may be late in ``first``.
+    """
+    if begun:
+        return len(first) // _STARTED, 0
+    starts = -(-len(first) // _STARTED)
+    others = len(rest) // _FINISHED if first or few_ends else -(-len(rest) // _FINISHED)
+    return starts, sum(1 for _ in takewhile(_awaits_no_start, rest[:others])) if first else others
 
 
 def _prompt_in(step: Step | None, state: RequestState) -> Int32 | None:
