@@ -60,13 +60,20 @@ PARTS = [{"type": "text", "text": FILE}, {"type": "image_url", "image_url": {"ur
         {"messages": [{"role": "user", "content": FILE}], "tools": TOOLS, "tool_choice": "auto"},
         {"messages": [{"role": "user", "content": PARTS}], "tools": TOOLS, "tool_choice": {"type": "auto"}},
         {"messages": [RESULT], "response_format": {"type": "json_schema", "json_schema": {}}},
+        {"input": [RESULT], "text": {"format": {"type": "json_schema", "schema": {}}}},
+        {"messages": [RESULT], "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        {"messages": [RESULT], "structured_outputs": {"json": {"type": "object"}}},
+        {"messages": [RESULT], "structured_outputs": {"json_object": True}},
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": PARTS}]}], "tools": TOOLS},
         {"messages": [{"role": "assistant", "content": FILE}, {"role": "user", "content": "Save it."}], "tools": TOOLS},
         {"input": [{"role": "assistant", "content": [{"type": "output_text", "text": FILE}]}], "tools": TOOLS},
         {"input": FILE, "tools": TOOLS},
         {"input": [{"type": "function_call_output", "call_id": "1", "output": FILE}], "tools": TOOLS},
     ],
-    ids=["tool", "user", "parts", "json", "anthropic", "said", "said in responses", "text", "responses"],
+    ids=[
+        *("tool", "user", "parts", "json", "json in responses", "anthropic's json", "vllm's json", "any json"),
+        *("anthropic", "said", "said in responses", "text", "responses"),
+    ],
 )
 def test_texts_of_every_api_are_read(body: Any) -> None:
     assert read(body) == SPELLED
@@ -80,6 +87,9 @@ def test_texts_of_every_api_are_read(body: Any) -> None:
         {**BODY, "tool_choice": "none"},
         {**BODY, "tool_choice": {"type": "none"}},
         {"messages": [RESULT], "response_format": {"type": "text"}},
+        {"input": [RESULT], "text": {"format": {"type": "text"}}},
+        {"messages": [RESULT], "output_config": {"effort": "low"}},
+        {"messages": [RESULT], "structured_outputs": {"regex": "[a-z]+"}},
         {"messages": [{"role": "developer", "content": FILE}, {"role": "system", "content": FILE}], "tools": TOOLS},
         {"messages": [{"role": "assistant", "content": json.dumps({"f": FILE})}], "tools": TOOLS},
         {"messages": [{"role": "assistant", "content": f"```diff\n{FILE}```"}], "tools": TOOLS},
@@ -209,6 +219,7 @@ def test_which_bodies_are_read(ascii_only: bool) -> None:
         return may_quote(text.encode())
 
     assert worth_it("", tools=TOOLS) and worth_it("", response_format={})
+    assert worth_it("", text={"format": {}}) and worth_it("", structured_outputs={"json": {}})
     assert all(worth_it("\n".join(number.format(i) + "x" for i in (8, 9, 10))) for number in NUMBERS)
     assert not any(map(worth_it, ("one", FILE, "a list:\n1. one\n2. two", '"tools"')))
 

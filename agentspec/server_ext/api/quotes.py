@@ -38,7 +38,8 @@ _SEVERAL_LINES = re.compile(r"\n|\\n")  # or those of a string
 _HAS_NUMBERS = re.compile(rf"\n{_NUMBER}")
 _BODY_HAS_NUMBERS = re.compile(rb"\\n *L?\d{1,9}(?:\\t|\\u2192|\xe2\x86\x92|[|:-])")
 _PATCH_SIGNS = ("apply_patch", "*** Begin Patch", "```diff", "```patch", "unified diff", "diff --git", "--- a/")
-_BODY_SIGNS = (b'"tools"', b'"response_format"', *(sign.encode() for sign in _PATCH_SIGNS))
+_JSON_SIGNS = (b'"response_format"', b'"format"', b'"structured_outputs"')
+_BODY_SIGNS = (b'"tools"', *_JSON_SIGNS, *(sign.encode() for sign in _PATCH_SIGNS))
 _TOOL_RESULTS = ("tool_result", "function_call_output", "custom_tool_call_output")
 _INSTRUCTIONS = ("system", "developer")
 """Roles whose texts are not read, because they are seldom quoted."""
@@ -220,8 +221,13 @@ def _calls_tools(request: dict[str, Any]) -> bool:
 
 
 def _wants_json(request: dict[str, Any]) -> bool:
-    wanted = request.get("response_format")
-    return isinstance(wanted, dict) and str(wanted.get("type")).startswith("json")
+    """Return whether the response shall be JSON, by OpenAI's two APIs, by Anthropic's, or by vLLM's own field."""
+    formats = [request.get("response_format")]
+    formats += [part.get("format") for part in map(request.get, ("text", "output_config")) if isinstance(part, dict)]
+    structure = request.get("structured_outputs")
+    if isinstance(structure, dict) and (structure.get("json") or structure.get("json_object")):
+        return True
+    return any(str(wanted.get("type")).startswith("json") for wanted in formats if isinstance(wanted, dict))
 
 
 def _strings(content: Any) -> Iterator[str]:
