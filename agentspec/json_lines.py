@@ -60,14 +60,23 @@ def parse_line(line: bytes) -> Any:
     Raises ValueError or RecursionError if it is none, and for an object that has a field twice, of which JSON's readers
     take the last. Objects within it may have one.
     """
-    repeated: list[str] = []
+    last: list[tuple[str, Any]] = []  # the fields of the object that ends last: the line's own
 
     def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        repeated[:] = [name for name, _ in pairs] if len(made) < len(pairs) else ()  # the line's own object comes last
-        return made
+        nonlocal last
+        last = pairs
+        return dict(pairs)
 
     value = json.loads(line.decode("utf-8-sig", errors="surrogatepass"), object_pairs_hook=as_object)
-    if repeated and isinstance(value, dict):
-        raise ValueError(f"{max(repeated, key=repeated.count)}: stands there twice")
+    if isinstance(value, dict):
+        object_of(last)
     return value
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these fields. Raises ValueError if one stands there twice: JSON's readers take the last."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)}: stands there twice")
+    return made

@@ -34,6 +34,7 @@ from agentspec.cache.store import (
 from agentspec.cache.types import DEFAULT_MAX_BYTES, MAX_QUOTABLE, HistoryWindow
 from agentspec.errors import ConfigurationError, StoreUnavailableError
 from agentspec.identifiers import check_session_id
+from agentspec.json_lines import object_of
 
 logger = logging.getLogger(__name__)
 
@@ -298,9 +299,12 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def json_object(name: str, text: str, what: str = "a JSON object") -> dict[str, Any]:
-    """Return the JSON object that an option or a variable holds. Raises ConfigurationError if it is none."""
+    """Return the JSON object that an option or a variable holds.
+
+    Raises ConfigurationError if it is none, or if an object in it has a field twice.
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
