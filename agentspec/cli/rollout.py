@@ -134,6 +134,8 @@ def rollout(
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends vLLM's processes, too, as Ctrl-C does
     sampling_params(Sampling(temperature, top_p, max_tokens))  # what vLLM refuses, before its start takes minutes
+    if not plain:
+        _check_settings(options["additional_config"], here=ray is None)
     with _opened(out) as journal:
         journal.check_sampling(distribution(model, plan))
         # slow, so only once the arguments are known to be good
@@ -249,6 +251,21 @@ def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, An
         return PLAIN_OPTIONS | {name: value for name, value in own.items() if value}
     options["additional_config"] |= additional
     return options
+
+
+def _check_settings(additional: dict[str, Any], here: bool) -> None:
+    """Raise the error of a store or a file in the settings that the engine could not use.
+
+    here: whether it runs on this machine; another one's files are not there to be checked.
+    """
+    from agentspec.cache.store.urls import is_sqlite
+    from agentspec.server_ext.settings import load_settings, settle_store
+    from agentspec.server_ext.vllm_adapter.launch import check_files
+
+    if here:
+        check_files(settle_store(additional))
+    elif not is_sqlite(load_settings(additional).store):
+        settle_store(additional)
 
 
 def _given(**options: Any) -> dict[str, Any]:

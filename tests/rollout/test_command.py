@@ -19,6 +19,13 @@ from agentspec.rollout.plan import EpochFigures
 from tests.rollout.test_generator import LLM, Engine
 
 
+@pytest.fixture(autouse=True)
+def own_store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test writes into the user's data folder, or leaves its --store to the next."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+    monkeypatch.setenv("AGENTSPEC_STORE", "")
+
+
 @pytest.mark.parametrize(("seconds", "lines"), [(3600.0, 2), (0.0, 7)])
 def test_progress_in_a_log_is_lines(
     tmp_path: Path,
@@ -194,6 +201,36 @@ def test_a_number_that_cannot_work_is_named_before_vllms_start(
     assert not command(monkeypatch, str(problems), "--out", str(out), *option)
     assert said in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--store", "foo"), "unknown kind of store"),
+        (("--store", "foo", "--ray", "1"), "unknown kind of store"),
+        (("--store", "sqlite:////dev/null/turns.db"), "/dev/null"),
+        (("--engine", '{"additional_config": {"agentspec": {"store": "foo"}}}'), "unknown kind of store"),
+        (("--engine", '{"additional_config": {"agentspec": {"speculator": "./none"}}}'), "./none"),
+    ],
+)
+def test_a_store_or_file_that_cannot_be_used_is_named_before_vllms_start(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    problems: Path,
+    option: tuple[str, ...],
+    said: str,
+) -> None:
+    """It was a traceback of the engine's."""
+    out = problems.parent / "out.jsonl"
+    assert not command(monkeypatch, str(problems), "--out", str(out), *option)
+    assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_files_of_other_machines_are_not_looked_for_on_this_one() -> None:
+    rollout._check_settings(
+        {"agentspec": {"store": "sqlite:////dev/null/turns.db", "speculator": "./none"}}, here=False
+    )
 
 
 @pytest.mark.parametrize("option", [("--temperature", ".5"), ("--model", "other")])

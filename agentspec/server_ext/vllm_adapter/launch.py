@@ -84,7 +84,7 @@ def serve_arguments(
     if isinstance(store := additional["agentspec"].pop("store", None), str):  # else the environment's URL replaces it
         _warn_of_password(store, "--additional-config")
         environ["AGENTSPEC_STORE"] = environ.get("AGENTSPEC_STORE") or store
-    _check_files(checked)
+    check_files(checked)
     own = ["--speculative-config", json.dumps(config or own_config(max_draft))]
     return [*line.rest, *own, "--additional-config", json.dumps(additional)]
 
@@ -112,8 +112,8 @@ def _check_line(line: "CommandLine") -> None:
             )
 
 
-def _check_files(settings: Settings) -> None:
-    """Raise an error now for a speculator, secret, file of API keys or step record that the server could not use."""
+def check_files(settings: Settings) -> None:
+    """Raise an error now for a speculator, secret, file of API keys or step record that the engine could not use."""
     _check_speculator(settings.speculator, settings.speculator_tokens)
     check_secrets()
     if settings.api_keys_file is not None:
