@@ -14,15 +14,20 @@ MAX_ID_LENGTH = 256
 
 _VISIBLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
-# control characters, lone surrogates (not encodable), line and paragraph separators
-_REFUSED = frozenset({"Cc", "Cs", "Zl", "Zp"})
+_REFUSED = {
+    "Cc": "control character",
+    "Cs": "half of a surrogate pair",  # cannot be encoded
+    "Zl": "line separator",
+    "Zp": "paragraph separator",
+}
+"""What no id may hold, by Unicode's category."""
 
 
 def check_session_id(value: str, field: str = "session") -> str:
     """Return ``value`` if it can serve as an id of a session, group or tenant.
 
     Raises InvalidSessionError, naming ``field`` and the remedy, for anything but a string of 1 to 256 characters
-    that is not blank and holds no control characters.
+    that is not blank and holds no control character, line end or half of a surrogate pair.
     """
     if not isinstance(value, str):
         raise InvalidSessionError(f"{field}: must be a string, got {type(value).__name__}")
@@ -68,7 +73,5 @@ def from_header(value: str) -> str:
 
 def _check_characters(value: str, field: str) -> None:
     for position, character in enumerate(value):
-        if unicodedata.category(character) in _REFUSED:
-            raise InvalidSessionError(
-                f"{field}: control character U+{ord(character):04X} at position {position}; remove it"
-            )
+        if (kind := _REFUSED.get(unicodedata.category(character))) is not None:
+            raise InvalidSessionError(f"{field}: {kind} U+{ord(character):04X} at position {position}; remove it")

@@ -102,7 +102,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
         parent: the session that started this one; see Session.child().
         Sessions of one id and client share their messages, group and parent. Those without a name are kept in memory
         only, as long as they are used. Raises InvalidSessionError for an id that is empty, longer than 256 characters
-        or has control characters.
+        or has control characters or line ends.
         """
         return Session(self, self._conversations.get(session_id, group, parent), on_unavailable)
 

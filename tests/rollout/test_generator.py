@@ -451,7 +451,7 @@ def test_two_problems_with_one_id_are_refused(tmp_path: Path) -> None:
     ("problem", "message"),
     [
         (Problem(5, "x"), "^the id 5 of a problem: must be a string"),  # type: ignore[arg-type]
-        (Problem("\ud800", "x"), "of a problem: control character"),
+        (Problem("\ud800", "x"), "of a problem: half of a surrogate pair"),
         (Problem("a", "x", {("b", 1): 2}), "^problem 'a': fields: JSON has no form for them .keys must be"),  # type: ignore[dict-item]
     ],
 )

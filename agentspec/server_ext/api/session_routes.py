@@ -190,7 +190,7 @@ def _identity(engine: Any, session_id: str, *, write: bool = False) -> Identity:
         detail = "the administrator has no sessions: name one by its key to read or erase it"
         raise HTTPException(status_code=403, detail=detail)
     if identity.session is None:
-        raise _refused("id: 1 to 256 characters without control characters expected")
+        raise _refused("id: 1 to 256 characters without control characters and line ends expected")
     return identity
 
 
