@@ -242,7 +242,8 @@ def _read(body: bytes | bytearray, engine: Any, session_id: str, identity: Ident
     session = _tokenised(_parse(body), engine, session_id, log)
     if session.log != log:
         raise _refused(
-            "log: the session was exported from another model or tokenizer, whose tokens mean something else"
+            "log: the session was exported from another model or tokenizer, whose tokens mean something else; import it"
+            " at a server of that one, or give its messages or texts here"
         )
     return _import(session, identity, engine.vllm_config.model_config.get_vocab_size())
 
