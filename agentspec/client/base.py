@@ -71,6 +71,13 @@ class ClientBase(Generic[OpenAIT]):
             self, _close, self._conversations, self._log, os.getpid()
         )  # also runs when the interpreter exits
 
+    def __getstate__(self) -> object:
+        """Raise AgentSpecError where a client is copied or pickled: two would share, or lack, its connections."""
+        raise AgentSpecError(
+            "a client cannot be copied or pickled: its connections belong to one process, whose threads may share it;"
+            " make another one, where it is used"
+        )
+
     @property
     def openai(self) -> OpenAIT:
         """Return the underlying OpenAI client, for calls other than chat."""
@@ -188,6 +195,13 @@ class SessionBase:
             raise InvalidInputError(f"on_unavailable: 'raise' or 'empty' is needed, not {on_unavailable!r}")
         self._conversation = conversation
         self._on_unavailable = on_unavailable
+
+    def __getstate__(self) -> object:
+        """Raise AgentSpecError where a session is copied or pickled."""
+        raise AgentSpecError(
+            f"session {self.id!r} cannot be copied or pickled: fork() it to go two ways, keep its messages for its"
+            " text, or hand on its id, by which client.session(id) goes on with it in another process"
+        )
 
     @property
     def id(self) -> str:

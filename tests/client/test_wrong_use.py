@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,17 @@ def test_a_timeout_that_cannot_work_is_named(session: Session, value: Any) -> No
         session.chat("two", timeout=value)
     with pytest.raises(InvalidInputError, match=r"^timeout: a positive number"):
         AgentClient(base_url="http://localhost:8000/v1", model="small", timeout=value)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("make", [AgentClient, AsyncAgentClient])
+def test_what_cannot_be_copied_names_the_remedy(make: Any, copied: Callable[[Any], Any]) -> None:
+    """The error was that of a lock in it."""
+    client = make(base_url="http://localhost:8000/v1", model="small", store=None)
+    with pytest.raises(AgentSpecError, match=r"^a client cannot be copied or pickled: .* make another one"):
+        copied(client)
+    with pytest.raises(AgentSpecError, match=r"^session 's' cannot be copied or pickled: fork\(\) it"):
+        copied(client.session("s"))
 
 
 @pytest.mark.parametrize("client", [AgentClient, AsyncAgentClient])
