@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 OnUnavailable: TypeAlias = Literal["raise", "empty"]
 """What to do if a session's stored messages cannot be read: raise the error, or start with an empty history."""
 
+_MOST_CALLS = 5
+"""Most tool calls that an error names."""
+
 
 class Turn(NamedTuple):
     """Hold one call: the messages to send, and the function that stores the assistant's answer."""
@@ -333,18 +336,25 @@ class Conversation:
 
     def _refuse_other_than_open(self, tool_call_id: str) -> None:
         """Raise InvalidInputError unless a tool call with this id waits for its answer."""
-        known, waiting = set[object](), dict[object, None]()
+        known, waiting = self._tool_calls()
+        if tool_call_id not in waiting:
+            why = "has an answer already" if tool_call_id in known else "is no call of the session"
+            rest = f"{_shown_calls(waiting)} without an answer" if waiting else "no call without an answer"
+            raise InvalidInputError(f"tool_call_id: {shown(tool_call_id)} {why}; session {self.id!r} has {rest}")
+
+    def _tool_calls(self) -> tuple[set[object], dict[object, object]]:
+        """Return the ids of all tool calls, and of those that wait for an answer with the names of their tools."""
+        known, waiting = set[object](), dict[object, object]()
         for _, message in self._history:
             if message["role"] == "tool":
                 waiting.pop(message.get("tool_call_id"), None)
             calls = message.get("tool_calls")
-            ids = [call.get("id") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-            known.update(ids)
-            waiting.update(dict.fromkeys(ids))
-        if tool_call_id not in waiting:
-            why = "has an answer already" if tool_call_id in known else "is no call of the session"
-            rest = f"{', '.join(map(shown, waiting))} without an answer" if waiting else "no call without an answer"
-            raise InvalidInputError(f"tool_call_id: {shown(tool_call_id)} {why}; session {self.id!r} has {rest}")
+            for call in calls if isinstance(calls, list) else ():
+                if isinstance(call, dict):
+                    body = call.get("function") or call.get("custom")
+                    waiting[call.get("id")] = body.get("name") if isinstance(body, dict) else None
+                    known.add(call.get("id"))
+        return known, waiting
 
     def _save(self, said: list[Said]) -> None:
         if said:
@@ -352,15 +362,23 @@ class Conversation:
 
     def _refuse_if_busy(self) -> None:
         if self._holder is not None and self._holder is self._answerer:  # a fork would have unanswered calls
+            calls = _shown_calls(self._tool_calls()[1])
             raise SessionBusyError(
-                f"session {self.id!r} has tool calls without an answer, and its tools are running: let run_tools() end"
-                " first, or go on before them in a fork(at=-1)"
+                f"session {self.id!r} has tool calls without an answer ({calls}), and its tools are running: let"
+                " run_tools() end first, or go on before them in a fork(at=-1)"
             )
         if self._holder is not None:
             raise SessionBusyError(
                 f"session {self.id!r} is in a call (or in a stream that is still open): let it end first,"
                 " or fork() the session to go two ways at once"
             )
+
+
+def _shown_calls(waiting: Mapping[object, object]) -> str:
+    """Return how an error names tool calls. waiting: the tools' names, by the calls' ids."""
+    calls = [shown(call) if name is None else f"{shown(call)} of {shown(name)}" for call, name in waiting.items()]
+    more = len(calls) - _MOST_CALLS
+    return ", ".join(calls[:_MOST_CALLS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _first_turns(history: list[Said], turns: int) -> list[Said]:

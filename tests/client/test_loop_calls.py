@@ -41,7 +41,7 @@ class TestASessionWhoseToolsRun:
             assert result.done
             assert result.attempts[0].tools[0].answer == "out"
             assert len(refused) == 2
-            assert "its tools are running" in str(refused[0])
+            assert "without an answer ('call-0' of 'other'), and its tools are running" in str(refused[0])
             assert roles(session.messages) == ["user", "assistant", "tool", "assistant"]
             assert session.chat("go on").text
 

@@ -256,6 +256,20 @@ def test_a_tools_answer_is_text(server: FakeServer, answer: Any) -> None:
         assert len(session.messages) == 2
 
 
+def test_many_open_tool_calls_are_named_in_part(server: FakeServer) -> None:
+    with connect(server) as client:
+        session = client.session("s")
+        named = [{"id": f"c{i}", "type": "custom", "custom": {"name": "run"}} for i in range(5)]
+        session.load()
+        session.add({"role": "assistant", "tool_calls": [{"id": "c"}, *named, {"id": "c6", "function": "f"}]})
+        with pytest.raises(InvalidInputError, match=r"has 'c', 'c0' of 'run', .*, 'c3' of 'run' and 2 more without"):
+            session.tool_result("x", "done")
+        for call in ("c", "c0", "c1"):
+            session.tool_result(call, "done")
+        with pytest.raises(InvalidInputError, match="has 'c2' of 'run', 'c3' of 'run', 'c4' of 'run', 'c6' without"):
+            session.tool_result("x", "done")
+
+
 @pytest.mark.parametrize("store", [None, "auto"])
 def test_a_tools_answer_to_no_call_leaves_the_session_usable(server: FakeServer, store: Any) -> None:
     """It became part of the history, which the API then refused at every call."""
@@ -269,7 +283,9 @@ def test_a_tools_answer_to_no_call_leaves_the_session_usable(server: FakeServer,
             session.tool_result("f", "done")
         server.answers = [{"tool_calls": [call]}]
         session.chat("two")
-        with pytest.raises(InvalidInputError, match=r"^tool_call_id: 'f' is no .* has 'call-1' without an answer$"):
+        with pytest.raises(
+            InvalidInputError, match=r"^tool_call_id: 'f' is no .* has 'call-1' of 'f' without an answer$"
+        ):
             session.tool_result("f", "done")
         session.tool_result("call-1", "done")
         with pytest.raises(
