@@ -222,8 +222,8 @@ class SessionBase:
         """Append a message, such as a system message, without calling the model."""
         self._add([as_message(message)])
 
-    def tool_result(self, tool_call_id: str, content: str) -> None:
-        """Append a tool's answer. Then call chat() without content to let the model go on.
+    def tool_result(self, tool_call_id: str, content: str | Sequence[Mapping[str, object]]) -> None:
+        """Append a tool's answer, a text or a list of content parts. Then call chat() without content to go on.
 
         Raises InvalidInputError if no call with this id waits for an answer: servers refuse such a history, each time.
         """

@@ -76,11 +76,11 @@ def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
     return kept
 
 
-def tool_message(tool_call_id: str, content: str) -> dict[str, Any]:
-    """Return a tool's answer to the call with this id. Raises InvalidInputError without an id or a text."""
+def tool_message(tool_call_id: str, content: str | Sequence[Mapping[str, object]]) -> dict[str, Any]:
+    """Return a tool's answer to the call with this id. Raises InvalidInputError without an id, a text or its parts."""
     if not isinstance(tool_call_id, str) or not tool_call_id:
         raise InvalidInputError("tool_call_id: the id of one of the reply's tool_calls is needed")
-    if not isinstance(content, str | list):  # a list holds content parts
+    if not isinstance(content, str | list | tuple):  # a list holds content parts
         raise InvalidInputError(f"content: the tool's answer is needed as text, not {shown(content)}; use json.dumps()")
     return {
         "role": "tool",

@@ -252,7 +252,7 @@ def test_a_tools_answer_is_text(server: FakeServer, answer: Any) -> None:
         session.add({"role": "assistant", "tool_calls": [{"id": "c"}]})
         with pytest.raises(InvalidInputError, match=r"^content: .*json\.dumps"):
             session.tool_result("c", answer)
-        session.tool_result("c", [{"type": "text", "text": "done"}])  # type: ignore[arg-type]
+        session.tool_result("c", [{"type": "text", "text": "done"}])
         assert len(session.messages) == 2
 
 

@@ -54,6 +54,7 @@ def sync(client: AgentClient) -> None:
         if call.type == "function":
             assert_type(call.function.name, str)
             session.tool_result(call.id, "done")
+            session.tool_result(call.id, [{"type": "text", "text": "done"}])
     assert_type(session.chat(), Reply)
     assert_type(session.messages, list[dict[str, Any]])
     assert_type(session.fork(), Session)
