@@ -24,7 +24,7 @@ from agentspec.client.budget import (
     check_function,
     check_loop_options,
 )
-from agentspec.client.messages import Content, as_messages, encodable, shown
+from agentspec.client.messages import Content, as_messages, check_text, encodable, shown
 from agentspec.client.reply import Reply
 from agentspec.client.request import ANSWERER
 from agentspec.client.steps import Apply, Steps, Together, check_count
@@ -58,6 +58,9 @@ class Stage:
             raise InvalidInputError(
                 f"prompt: a text, or a function that makes a message, is needed, not {self.prompt!r}"
             )
+        for name in ("system", "prompt"):
+            if isinstance(text := getattr(self, name), str):
+                check_text(name, text)
         check_function("critic", self.critic)
         check_count("attempts", self.attempts)
         if not isinstance(self.options, Mapping):
@@ -270,6 +273,8 @@ def _feedback(found: Any) -> Any:
 
 def _message(name: str, found: Any, otherwise: str = "") -> Any:
     """Return the message that a caller's function returned. Raises InvalidInputError if it is not one."""
+    if isinstance(found, str):
+        check_text(name, found)
     try:
         as_messages(found)
     except InvalidInputError:

@@ -114,7 +114,7 @@ def _plain(value: object, depth: int = 0) -> Any:
     unusable.
     """
     if isinstance(value, str):
-        _check_text(value)
+        check_text("message", value)
         return value
     if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return value
@@ -133,13 +133,13 @@ def _plain(value: object, depth: int = 0) -> Any:
     )
 
 
-def _check_text(value: str) -> None:
+def check_text(field: str, value: str) -> None:
     """Raise InvalidInputError for a text that no request can carry, as the session would not be usable afterwards."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidInputError(
-            f"message: U+{ord(value[error.start]):04X} at position {error.start} of {shown(value)} is half of a"
+            f"{field}: U+{ord(value[error.start]):04X} at position {error.start} of {shown(value)} is half of a"
             " surrogate pair, which UTF-8 cannot carry: read the text with errors='replace'"
         ) from None
 

@@ -365,6 +365,8 @@ def test_options_of_loops_are_checked(server: FakeServer, session: Session) -> N
         "name": lambda: Stage(wrong, "Plan."),
         "system": lambda: Stage("plan", "Plan.", system=wrong),
         "prompt": lambda: Stage("plan", wrong),
+        r"system: U\+DCE9 at position 3": lambda: Stage("plan", "Plan.", system="caf\udce9"),
+        r"prompt: U\+DCE9 at position 3": lambda: Stage("plan", "caf\udce9"),
         "attempts": lambda: Stage("plan", "Plan.", attempts=0),
         "attempts: a number": lambda: Stage("plan", "Plan.", attempts=True),
         "options": lambda: Stage("plan", "Plan.", options=wrong),
@@ -375,6 +377,13 @@ def test_options_of_loops_are_checked(server: FakeServer, session: Session) -> N
         with pytest.raises(InvalidInputError, match=f"^{field}"):
             call()
     assert len(server.chats) == 1 and session.chat("two").text == "answer 2"
+
+
+def test_a_function_whose_text_no_request_can_carry_is_told_why(session: Session) -> None:
+    """It was told that a message is needed."""
+    result = session.refine("two", lambda reply: "caf\udce9")
+    with pytest.raises(InvalidInputError, match=r"^critic: U\+DCE9 at position 3 of .* is half of a surrogate pair"):
+        raise result.attempts[0].error or AssertionError
 
 
 def test_a_function_that_returns_no_token_ids_is_named(server: FakeServer) -> None:
