@@ -353,3 +353,19 @@ def test_an_append_to_a_part_that_is_still_away_is_sent_again_as_it_was() -> Non
     records.set_aside("part", items)
     records.put_back("part", records.take_aside("part"), refused=False)
     assert records.take_aside("part") == items
+
+
+def test_a_batch_is_sent_again_as_it_was_even_if_another_part_came_back_meanwhile() -> None:
+    records = WaitingRecords(1 << 30, 64, 2)
+    for number in range(3):
+        records.put("log", turn("s", number))
+    records.set_aside("part", records.take_batch())
+    unsure = records.take_batch()
+    records.requeue()
+    records.put("log", turn("s", 3))
+    records.note_written(records.take_aside("part"), 2)
+    assert records.take_batch() == unsure
+    records.note_written(unsure, 1)
+    for number in range(4, 8):
+        records.put("log", turn("s", number))
+    assert len(records.take_batch()) == 2

@@ -115,6 +115,7 @@ class WaitingRecords:
         while self._queue and len(self.in_flight) < self._next_entries and room > 0:
             room -= self._queue[0].size
             self.in_flight.append(self._queue.popleft())
+        self._next_entries = self._batch_entries
         return list(self.in_flight)
 
     def take_aside(self, part: str) -> list[QueuedRecord]:
@@ -127,7 +128,6 @@ class WaitingRecords:
         """Note that an append succeeded, with so many of its records: the others cannot be encoded."""
         self.counts.persisted += persisted
         self.counts.refused += len(items) - persisted
-        self._next_entries = self._batch_entries
         self.bytes -= sum(item.size for item in items)
         self._end_flight_of(items)
 
