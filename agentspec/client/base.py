@@ -219,13 +219,18 @@ class SessionBase:
         return self._conversation.group
 
     def add(self, message: MessageLike) -> None:
-        """Append a message, such as a system message, without calling the model."""
+        """Append a message, such as a system message, without calling the model.
+
+        Raises InvalidInputError for what is no message, SessionBusyError during a call, and SessionConflictError once
+        another client has added messages.
+        """
         self._add([as_message(message)])
 
     def tool_result(self, tool_call_id: str, content: str | Sequence[Mapping[str, object]]) -> None:
         """Append a tool's answer, a text or a list of content parts. Then call chat() without content to go on.
 
         Raises InvalidInputError if no call with this id waits for an answer: servers refuse such a history, each time.
+        Raises the other errors of `add()`, too.
         """
         self._add([tool_message(tool_call_id, content)], answered=tool_call_id)
 
