@@ -125,7 +125,8 @@ def rollout(
         raise ConfigurationError("--engine: the model is an option of its own, --model")
     hand_on(store=store, tenant=tenant)
     options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager, "seed": secrets.randbits(31)}
-    options |= _drafting_options(given, plain, _given(verify_cost=verify_cost, max_draft=max_draft))
+    drafting = _given(verify_cost=verify_cost, max_draft=max_draft)
+    options |= _drafting_options(given, plain, drafting, here=ray is None)
     options |= given | _given(
         dtype=None if dtype == "auto" else dtype,
         enforce_eager=enforce_eager or None,
@@ -134,8 +135,6 @@ def rollout(
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends vLLM's processes, too, as Ctrl-C does
     sampling_params(Sampling(temperature, top_p, max_tokens))  # what vLLM refuses, before its start takes minutes
-    if not plain:
-        _check_settings(options["additional_config"], here=ray is None)
     with _opened(out) as journal:
         journal.check_sampling(distribution(model, plan))
         # slow, so only once the arguments are known to be good
@@ -230,12 +229,12 @@ def _opened(out: Path) -> "Journal":
         raise ConfigurationError(f"--out {out}: cannot be written ({why}); give another file") from error
 
 
-def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, Any]) -> dict[str, Any]:
+def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, Any], here: bool) -> dict[str, Any]:
     """Return the options that make the engine draft, or with ``plain`` those of vLLM without agentspec.
 
     With ``plain`` agentspec's options are checked all the same, so that a command can be run with it and without.
     given: options of --engine, from which those that concern drafts are taken. settings: agentspec's, from options of
-    their own.
+    their own. here: whether the engine runs on this machine.
     """
     from agentspec.rollout import rollout_options
     from agentspec.rollout.generator import PLAIN_OPTIONS
@@ -243,6 +242,8 @@ def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, An
 
     additional = _object(given, "additional_config")
     drafting = _object(additional, "agentspec") | settings
+    if not plain:
+        _check_settings(additional | {"agentspec": drafting}, here)  # before vLLM is imported, which takes long
     method = _object(given, "speculative_config") or None
     options = rollout_options(speculative_config=method, **drafting)
     if plain:

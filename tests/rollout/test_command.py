@@ -16,6 +16,7 @@ from agentspec.cli import rollout
 from agentspec.cli.app import main
 from agentspec.rollout import OfflineEngine
 from agentspec.rollout.plan import EpochFigures
+from agentspec.server_ext.vllm_adapter import offline
 from tests.rollout.test_generator import LLM, Engine
 
 
@@ -211,6 +212,7 @@ def test_a_number_that_cannot_work_is_named_before_vllms_start(
         (("--store", "sqlite:////dev/null/turns.db"), "/dev/null"),
         (("--engine", '{"additional_config": {"agentspec": {"store": "foo"}}}'), "unknown kind of store"),
         (("--engine", '{"additional_config": {"agentspec": {"speculator": "./none"}}}'), "./none"),
+        (("--engine", '{"additional_config": {"AgentSpec": {}}}'), "spell it 'agentspec'"),
     ],
 )
 def test_a_store_or_file_that_cannot_be_used_is_named_before_vllms_start(
@@ -220,7 +222,8 @@ def test_a_store_or_file_that_cannot_be_used_is_named_before_vllms_start(
     option: tuple[str, ...],
     said: str,
 ) -> None:
-    """It was a traceback of the engine's."""
+    """It took until vLLM was imported, and longer."""
+    monkeypatch.setattr(offline, "sampling_params", lambda _: pytest.fail("vLLM was imported"))
     out = problems.parent / "out.jsonl"
     assert not command(monkeypatch, str(problems), "--out", str(out), *option)
     assert said in capsys.readouterr().err
