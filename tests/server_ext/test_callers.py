@@ -214,6 +214,23 @@ class TestApiKeysFile:
         now[0] += 1.1
         assert found.tenant_of("ada") == "again"
 
+    def test_a_file_that_is_being_written_takes_no_key_away(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Programs empty a file first. Callers of different tenants were one principal until it was written."""
+        now = [1000.0]
+        monkeypatch.setattr("agentspec.server_ext.identity.callers.time.monotonic", lambda: now[0])
+        found = callers(api_keys_file=str(path))
+        ada = found.caller_of(sent(key="ada"))
+        path.write_bytes(b"")
+        for _ in range(3):
+            now[0] += 1.1
+            assert found.caller_of(sent(key="ada")) == ada != Caller(None, None)
+        assert [record.getMessage().count(f"{path}: empty") for record in caplog.records] == [1]
+        path.write_text("# nobody any more\n")
+        now[0] += 1.1
+        assert found.caller_of(sent(key="ada")) == Caller(None, None)
+
     def test_a_file_that_may_be_read_at_last_is_read(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """New permissions leave its time and size as they are. Keys that it no longer named stayed in force."""
         now = [1000.0]

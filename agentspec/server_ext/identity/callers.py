@@ -139,7 +139,8 @@ class ApiKeysFile:
     """Read which API key belongs to which tenant, from a file of lines ``sha256-of-key tenant``.
 
     Empty lines and lines that begin with # do not count. The file is read again when it has changed; a changed file
-    with an error in it is reported once and what was read before stays. Raises ConfigurationError with file and line.
+    with an error in it, or with nothing in it, is reported once and what was read before stays. Raises
+    ConfigurationError with file and line.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -148,6 +149,7 @@ class ApiKeysFile:
         except OSError as error:
             raise ConfigurationError(f"api_keys_file {path}: {error.strerror}; write the path out") from None
         self._seen = self._state()
+        self._tenants: dict[str, str] = {}
         self._tenants = self._read()
         self._looked = time.monotonic()
 
@@ -185,12 +187,14 @@ class ApiKeysFile:
     def _read(self) -> dict[str, str]:
         """Return the tenant of each digest. Raises ConfigurationError."""
         try:
-            lines = self.path.read_text(encoding="utf-8-sig").splitlines()
+            text = self.path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigurationError(f"api_keys_file {self.path}: cannot be read: {why}") from None
+        if not text and self._tenants:  # many programs empty a file first, and without its keys all callers are one
+            raise ConfigurationError(f"api_keys_file {self.path}: empty; leave a comment in it to name no key")
         tenants: dict[str, str] = {}
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(text.splitlines(), 1):
             if line.strip() and not line.lstrip().startswith("#"):
                 digest, tenant = self._parse(number, line)
                 if tenants.setdefault(digest, tenant) != tenant:
