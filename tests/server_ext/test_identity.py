@@ -3,6 +3,7 @@
 from itertools import product
 from typing import Any
 
+import msgspec
 import pytest
 
 from agentspec.cache import Scope
@@ -88,6 +89,17 @@ class TestTagging:
     def test_an_unknown_scope_narrows_to_none(self, bad: object) -> None:
         found = request({"agentspec_scope": bad})
         assert (found.scope, found.ignored_ids) == ("none", 1)
+
+    @pytest.mark.parametrize("bad", ["\ud800", "x" * 1_000_000, ["s"]])
+    @pytest.mark.parametrize(
+        "key", ["session_id", "group_id", "parent_session_id", "weight_version", "agentspec_scope"]
+    )
+    def test_what_is_ignored_does_not_reach_the_engine(self, key: str, bad: object) -> None:
+        """vLLM cannot send a lone surrogate to its engine: it answered HTTP 500."""
+        tagged = tagger().tag({"session_id": "s", "agentspec_scope": "session", key: bad, "kept": "k"})
+        assert key not in tagged and tagged["kept"] == "k"
+        assert identify(tagged).ignored_ids == 1
+        msgspec.msgpack.encode(tagged)
 
     def test_what_is_ignored_is_said_once_and_without_the_value(self, caplog: pytest.LogCaptureFixture) -> None:
         server = tagger()

@@ -133,6 +133,11 @@ class RequestTagger:
         except Exception:
             logger.exception("agentspec: a request's identity cannot be found out; it drafts from its own text alone")
             identity = _NONE_SHARED
+        if identity.ignored_ids:  # vLLM answers HTTP 500 for text that is no Unicode, such as a lone surrogate
+            for key in _usable_ids(tagged)[1]:
+                del tagged[key]
+            if tagged.get(SCOPE_KEY) not in SCOPES:
+                tagged.pop(SCOPE_KEY, None)
         tagged[IDENTITY_KEY] = list(astuple(identity))
         return tagged
 
