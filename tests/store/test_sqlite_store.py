@@ -1,12 +1,14 @@
 """The SQLite file: what it is, what it refuses, what happens to a damaged one, and several processes at it."""
 
 import multiprocessing
+import os
 import random
 import resource
 import sqlite3
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from unittest.mock import Mock
@@ -78,6 +80,21 @@ def test_a_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path,
     assert str(path) in str(error.value)
     assert path.read_bytes() == content
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_pipe_and_a_device_are_refused_at_once(tmp_path: Path) -> None:
+    """A server waited for ever for somebody who writes to the pipe."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path(os.devnull)):
+        with ThreadPoolExecutor() as threads:
+            opening = threads.submit(SQLiteStore, path)
+            try:
+                with pytest.raises(StoreError, match=f"{path}: a device, pipe or socket, not a file; name"):
+                    opening.result(5)
+            finally:
+                if not opening.done():
+                    pipe.write_bytes(b"so that the reader ends")
 
 
 def test_a_database_of_another_program_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

@@ -167,6 +167,8 @@ def prepare_file(path: Path) -> None:
     """
     if path.is_dir():
         raise StoreError(f"{path}: a folder, not a file; name a file in it, such as sqlite:///{path}/agentspec.db")
+    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+        raise StoreError(f"{path}: a device, pipe or socket, not a file; name another file")
     if not path.exists():
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
