@@ -7,11 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from vllm.sampling_params import SamplingParams
 
 import agentspec
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext import vllm_adapter
+from agentspec.server_ext.identity import RequestTagger
+from agentspec.server_ext.identity.callers import Callers
+from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.vllm_adapter.frontend import process_inputs
 from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
 
 
@@ -31,6 +37,23 @@ def test_pipeline_parallel_is_refused_with_the_remedy() -> None:
     config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
     with pytest.raises(UnsupportedEngineError, match="tensor parallelism"):
         vllm_adapter.check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"), [("\ud800", None), ("usable", "usable"), ("x" * 300, "x" * 300), (None, None)]
+)
+def test_vllms_own_session_id_can_be_sent_to_the_engine(name: str | None, sent: str | None) -> None:
+    """A lone surrogate was HTTP 500, in the body and in vllm_xargs, from where vLLM takes it too."""
+    params = SamplingParams(extra_args={"session_id": name})
+    request = SimpleNamespace(sampling_params=params, session_id=name, cache_salt=None, lora_request=None)
+    speculative = SimpleNamespace(method="custom_class", model=PROPOSER_PATH)
+    processor = SimpleNamespace(
+        vllm_config=SimpleNamespace(speculative_config=speculative),
+        agentspec=RequestTagger(Callers(Settings(store="memory://"), b"the secret of these tests"), "tenant"),
+    )
+    found = process_inputs(lambda processor: request, processor)
+    assert found.session_id == sent
+    msgspec.msgpack.encode((found.session_id, found.sampling_params.extra_args))
 
 
 def test_only_our_own_method_is_recognised() -> None:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from agentspec.server_ext.identity import RequestTagger
+from agentspec.server_ext.identity import SESSION_KEY, RequestTagger
 from agentspec.server_ext.identity.callers import Callers, Presented, shows_admin_key
 from agentspec.server_ext.identity.server_secrets import check_secrets, server_secret
 from agentspec.server_ext.persistence.model_key import adapter_key
@@ -248,7 +248,18 @@ def process_inputs(original: Callable[..., Any], processor: Any, *args: Any, **k
             cache_salt=request.cache_salt,
             adapter=_adapter_name(request.lora_request),
         )
+        if SESSION_KEY not in params.extra_args and not _is_unicode(request.session_id):
+            request.session_id = None  # vLLM would answer HTTP 500, because it cannot send it to its engine
     return request
+
+
+def _is_unicode(text: str | None) -> bool:
+    """Return whether UTF-8 has the text. It has no lone surrogates, which JSON may hold."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class ResponseLengths:
