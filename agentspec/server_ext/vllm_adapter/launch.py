@@ -16,8 +16,6 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from agentspec.cache.store.urls import is_sqlite
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
 from agentspec.files import is_path
@@ -261,8 +259,9 @@ def run_vllm(arguments: Sequence[str]) -> None:
     sys.argv = ["vllm", "serve", *arguments]
     try:
         main()
-    except (OSError, ValidationError, NotImplementedError) as error:
-        # Such as no model of this name, a port in use, a wrong option, a method that the model has no layers for.
+    except (OSError, ValueError, NotImplementedError) as error:
+        # Such as no model of this name, a port in use, a wrong option, two that exclude each other, a method that the
+        # model has no layers for.
         logger.debug("agentspec: vLLM ended with an error", exc_info=True)
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         remedy = _IN_USE if in_use else missing_folder(arguments[0])
