@@ -22,7 +22,7 @@ test: $(VENV)/.built $(VENV)/.redis  ## the tests, on real vLLM and a real Redis
 test-ranks: $(VENV)/.built $(VENV)/.redis  ## tensor and data parallelism, on two ranks
 	$(BIN)/python -m pytest -m "ranks and not store"
 
-test-store: $(VENV)/.built $(VENV)/.redis  ## the long tests of the store: failing, moving and resharded Redis servers, servers that end, rollouts over several runs
+test-store: $(VENV)/.built $(VENV)/.redis  ## the long tests of stores and servers: failing, moving and resharded Redis servers, servers that end, several of them, trainings
 	$(BIN)/python -m pytest -m store
 
 test-rl: $(VENV)/.built $(VENV)/.redis  ## the long tests of rollouts: killed ones, on Ray, and TRL as it is

@@ -114,6 +114,7 @@ def test_the_commands_tell_errors_in_the_servers_words(fast: ModelServer, tmp_pa
     assert ran.returncode == 2 and "no session 'never-named'" in ran.stderr, ran.stdout + ran.stderr
 
 
+@pytest.mark.store
 def test_every_api_server_tells_the_same(two_api_servers: ModelServer) -> None:
     say(two_api_servers, 8)
     with ThreadPoolExecutor(8) as pool:  # connections at once, so that both processes get some
@@ -124,6 +125,7 @@ def test_every_api_server_tells_the_same(two_api_servers: ModelServer) -> None:
     assert len({of(samples, "agentspec_steps_total") for samples in scrapes}) == 1
 
 
+@pytest.mark.store
 def test_the_log_of_the_servers_is_quiet(two_api_servers: ModelServer, fast: ModelServer) -> None:
     for server in (two_api_servers, fast):
         log = Path(server.log).read_text(errors="replace")

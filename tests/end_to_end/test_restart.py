@@ -22,7 +22,7 @@ from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS, PRICED
 from tests.end_to_end.mixed_load import code
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.store]
 
 OPEN = 40
 """Requests that run while a server is stopped."""
@@ -96,7 +96,6 @@ def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, databas
     assert len(said) == 1 and "INFO" in said[0]
 
 
-@pytest.mark.store
 def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> None:
     """In the middle of a request, whose caller hears of its end. By itself vLLM kills its engines at once."""
     server = server_in(tmp_path, *PRICED)
@@ -115,7 +114,6 @@ def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> Non
         assert database.execute("SELECT count(*) FROM entries").fetchone()[0] >= 1
 
 
-@pytest.mark.store
 def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None:
     """By itself vLLM leaves them waiting for their own timeouts, and the server for them."""
     server = server_in(tmp_path)
@@ -151,7 +149,6 @@ def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None
     assert '"error"' in whole.text and '"error"' in streamed.text
 
 
-@pytest.mark.store
 def test_an_engine_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
     """And saves before. By itself vLLM's stays alive, and a GPU's memory with it."""
     server = server_in(tmp_path)
@@ -191,7 +188,6 @@ def test_where_vllm_serve_is_the_command_two_variables_switch_drafting_on(tmp_pa
     assert {file.suffix for file in (volume / "agentspec").iterdir()} == {".db", ".snapshot"}
 
 
-@pytest.mark.store
 def test_redis_dies_and_returns_and_serves_the_next_process() -> None:
     prompt = code(902, 12)
     with RedisServer() as redis:

@@ -25,7 +25,7 @@ from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS, PRICED
 from tests.end_to_end.mixed_load import code
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.store]
 
 ADA, BOB, CAT, DAN = "key-of-ada", "key-of-bob", "key-of-cat", "key-of-dan"
 ADMIN = "key-of-the-administrator"

@@ -17,7 +17,7 @@ from agentspec.train.corpus import folder_of
 from demo.tasks import make_task
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.store]
 
 
 def settings(folder: Path, source: dict[str, Any]) -> dict[str, Any]:
