@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from agentspec.rollout import OfflineEngine
 from agentspec.rollout.plan import EpochFigures
 from agentspec.server_ext.vllm_adapter import offline
 from tests.rollout.test_generator import LLM, Engine
+
+Refusal = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +140,19 @@ def problems(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path) -> Refusal:
+    """Run a rollout with options that are refused. Return what it says, and write nothing."""
+
+    def run(*option: str) -> str:
+        out = problems.parent / "out.jsonl"
+        assert not command(monkeypatch, str(problems), "--out", str(out), *option)
+        assert not out.exists()
+        return capsys.readouterr().err
+
+    return run
+
+
 def test_the_problems_are_never_written_over(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
 ) -> None:
@@ -191,17 +207,10 @@ def test_a_file_that_cannot_hold_samples_is_named(
     ],
 )
 def test_a_number_that_cannot_work_is_named_before_vllms_start(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    problems: Path,
-    option: tuple[str, ...],
-    said: str,
+    refusal: Refusal, option: tuple[str, ...], said: str
 ) -> None:
     """It was a traceback, minutes later."""
-    out = problems.parent / "out.jsonl"
-    assert not command(monkeypatch, str(problems), "--out", str(out), *option)
-    assert said in capsys.readouterr().err
-    assert not out.exists()
+    assert said in refusal(*option)
 
 
 @pytest.mark.parametrize(
@@ -216,18 +225,11 @@ def test_a_number_that_cannot_work_is_named_before_vllms_start(
     ],
 )
 def test_a_store_or_file_that_cannot_be_used_is_named_before_vllms_start(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    problems: Path,
-    option: tuple[str, ...],
-    said: str,
+    monkeypatch: pytest.MonkeyPatch, refusal: Refusal, option: tuple[str, ...], said: str
 ) -> None:
     """It took until vLLM was imported, and longer."""
     monkeypatch.setattr(offline, "sampling_params", lambda _: pytest.fail("vLLM was imported"))
-    out = problems.parent / "out.jsonl"
-    assert not command(monkeypatch, str(problems), "--out", str(out), *option)
-    assert said in capsys.readouterr().err
-    assert not out.exists()
+    assert said in refusal(*option)
 
 
 def test_files_of_other_machines_are_not_looked_for_on_this_one() -> None:

@@ -38,8 +38,10 @@ _SEVERAL_LINES = re.compile(r"\n|\\n")  # or those of a string
 _HAS_NUMBERS = re.compile(rf"\n{_NUMBER}")
 _BODY_HAS_NUMBERS = re.compile(rb"\\n *L?\d{1,9}(?:\\t|\\u2192|\xe2\x86\x92|[|:-])")
 _PATCH_SIGNS = ("apply_patch", "*** Begin Patch", "```diff", "```patch", "unified diff", "diff --git", "--- a/")
-_JSON_SIGNS = (b'"response_format"', b'"format"', b'"structured_outputs"')
-_BODY_SIGNS = (b'"tools"', *_JSON_SIGNS, *(sign.encode() for sign in _PATCH_SIGNS))
+_BODY_SIGNS = (
+    *(b'"tools"', b'"response_format"', b'"format"', b'"structured_outputs"'),
+    *(sign.encode() for sign in _PATCH_SIGNS),
+)
 _TOOL_RESULTS = ("tool_result", "function_call_output", "custom_tool_call_output")
 _INSTRUCTIONS = ("system", "developer")
 """Roles whose texts are not read, because they are seldom quoted."""

@@ -136,8 +136,6 @@ class RequestTagger:
         if identity.ignored_ids:  # vLLM answers HTTP 500 for text that is no Unicode, such as a lone surrogate
             for key in _usable_ids(tagged)[1]:
                 del tagged[key]
-            if tagged.get(SCOPE_KEY) not in SCOPES:
-                tagged.pop(SCOPE_KEY, None)
         tagged[IDENTITY_KEY] = list(astuple(identity))
         return tagged
 
@@ -151,10 +149,7 @@ class RequestTagger:
     ) -> Identity:
         """Return the identity of a request with these ``extra_args``."""
         names, unusable = _usable_ids(extra)
-        scope = extra.get(SCOPE_KEY, self._scope)
-        if scope not in SCOPES:
-            scope = "none"
-            unusable.append(SCOPE_KEY)
+        scope: Scope = "none" if SCOPE_KEY in unusable else extra.get(SCOPE_KEY, self._scope)
         if unusable and not self._ignored:
             self._ignored = True  # say it once; the counter ignored_ids shows the others
             logger.warning("agentspec: %s of a request cannot be used and is ignored", " and ".join(unusable))
@@ -239,7 +234,7 @@ def _as_vllm_reads(ids: Sequence[str]) -> list[str]:
 
 
 def _usable_ids(extra: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Return the ids that can be used, and the keys of those that cannot."""
+    """Return the ids that can be used, and the keys of those that cannot, and of an unknown scope."""
     usable: dict[str, str] = {}
     unusable = []
     for key in (SESSION_KEY, PARENT_KEY, GROUP_KEY, WEIGHTS_KEY):
@@ -251,4 +246,6 @@ def _usable_ids(extra: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
                 usable[key] = check_session_id(value, field=key)
             except InvalidSessionError:
                 unusable.append(key)
+    if SCOPE_KEY in extra and extra[SCOPE_KEY] not in SCOPES:
+        unusable.append(SCOPE_KEY)
     return usable, unusable

@@ -195,15 +195,14 @@ class Turnover:
 def _least(
     first: Sequence[Beginning | Ending], rest: Sequence[Beginning | Ending], *, begun: bool, few_ends: bool
 ) -> tuple[int, int]:
-    """Return how many of those that begin, and of the rest, a step does even if its time is over (`Turnover.advance`).
-
-    The end of a request has to wait for its start, which may be late in ``first``.
-    """
+    """Return how many of those that begin, and of the rest, a step does even if its time is over."""
     if begun:
         return len(first) // _STARTED, 0
     starts = -(-len(first) // _STARTED)
     others = len(rest) // _FINISHED if first or few_ends else -(-len(rest) // _FINISHED)
-    return starts, sum(1 for _ in takewhile(_awaits_no_start, rest[:others])) if first else others
+    if first:  # the end of a request has to wait for its start, which may be late in `first`
+        others = len(list(takewhile(_awaits_no_start, rest[:others])))
+    return starts, others
 
 
 def _prompt_in(step: Step | None, state: RequestState) -> Int32 | None:
