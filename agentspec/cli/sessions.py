@@ -5,8 +5,9 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import httpx
 import typer
 from rich.table import Column, Table
 from rich.text import Text
@@ -48,18 +49,18 @@ def add_to(app: typer.Typer) -> None:
 def list_sessions(
     url: UrlOption = DEFAULT_URL,
     header: HeaderOption = None,
-    limit: Annotated[int, typer.Option(min=1, max=1_000, help="How many, used last first.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="How many, used last first.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
     """List the sessions of your API key."""
     with server_at(url, header) as server:
-        found = ask(server, "GET", "sessions", "sessions", params={"limit": limit}).json()
+        found = _newest(server, limit)
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps({"sessions": found}))
         return
     table = Table(Column("session", overflow="fold"), "tokens", "turns", "bytes in the store", "last used", "group")
     with reading("sessions"):
-        for session in found["sessions"]:
+        for session in found:
             numbers = [f"{session[name]:,}" for name in ("tokens", "turns", "bytes")]
             name = session["id"] or session.get("key", "")
             table.add_row(Text(name), *numbers, shown_time(session["used"]), Text(session["group"] or ""))
@@ -177,6 +178,19 @@ def convert(
         typer.echo(f"left out: {found.damaged:,} damaged")
     if found.kept_as:
         typer.echo(f"the old data are still in {found.kept_as}; delete it when all is well")
+
+
+def _newest(server: httpx.Client, limit: int) -> list[Any]:
+    """Return the sessions used last. A server lists a limited number in one answer, and says where the next begins."""
+    found: list[Any] = []
+    asked: dict[str, float] = {}
+    while True:
+        answer = ask(server, "GET", "sessions", "sessions", params={"limit": limit - len(found), **asked}).json()
+        with reading("sessions"):
+            found.extend(answer["sessions"])
+        if len(found) >= limit or not answer["sessions"] or answer.get("next") is None:
+            return found[:limit]
+        asked = {"before": answer["next"]}
 
 
 def _parts(exported: bytes) -> list[bytes]:

@@ -6,6 +6,7 @@ for its answer. All names here are keys (`Identity.session`), so whoever asks mu
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future
@@ -93,7 +94,8 @@ class SessionAdmin:
 
         owner: the asker's principal. Those of whom jobs wait take turns.
 
-        "list", tenant, principal, anybody, count: the value is the sessions used last, as dicts.
+        "list", tenant, principal, anybody, count, before: the value is the sessions used last, as dicts, and those used
+        at the same moment as the last of them. Before: None, or the time (epoch seconds) before which they were used.
         "read", session, tenant, anybody: the value is its records.
         "write", session, tenant, records, only new: append the records that it lacks, and load it. The value is their
         number. Only new: leave a session that exists as it is.
@@ -207,7 +209,13 @@ class SessionAdmin:
         return store.namespaces(logs.prefix if anybody else logs.family(tenant), session=session)
 
     def _list(
-        self, store: Store, tenant: str | None, principal: str | None, anybody: bool, count: int
+        self,
+        store: Store,
+        tenant: str | None,
+        principal: str | None,
+        anybody: bool,
+        count: int,
+        before: float | None = None,
     ) -> Iterator[dict[str, Any] | None]:
         """Yield the sessions used last, as `begin` says, and None where a slice may end.
 
@@ -218,15 +226,19 @@ class SessionAdmin:
             for usage in store.sessions(log):
                 if usage.session:
                     held.setdefault(usage.session, []).append((log, usage))
-        for session in sorted(held, key=lambda session: -max(usage.used for _, usage in held[session])):
-            if count <= 0:
+        newest_last = {session: sorted(parts, key=lambda part: part[1].used) for session, parts in held.items()}
+        last = math.inf  # when the latest one that was yielded was used
+        for session, parts in sorted(newest_last.items(), key=lambda item: -item[1][-1][1].used):
+            used = parts[-1][1].used
+            if count <= 0 and used < last:
                 return
+            if before is not None and used >= before:
+                continue
             yield None
-            parts = sorted(held[session], key=lambda part: part[1].used)
             owners = () if anybody else (turn.principal for turn in _turns(store, parts[-1][0], session, newest=1))
             if (anybody or principal in owners) and (summary := (yield from _summary_of(store, session, parts))):
                 yield summary
-                count -= 1
+                count, last = count - 1, used
 
     def _read(self, store: Store, session: str, tenant: str | None, anybody: bool) -> Iterator[bytes | None]:
         """Yield a session's records, as `begin` says, and None for each that cannot be used."""

@@ -18,6 +18,7 @@ from fastapi.testclient import TestClient
 from agentspec.cache.store import LogNames, NewEntry, TurnRecord, encode, open_store
 from agentspec.cache.store.convert import old_log_name
 from agentspec.cli.server import shown_time
+from agentspec.server_ext.api import session_routes
 from agentspec.server_ext.persistence.model_key import find_model_key
 from tests.cli.test_cli import Program, agentspec
 from tests.server_ext.session_server import ADA, ADMIN, BOB, PROMPT, TEXT, Server, Start, start
@@ -65,6 +66,19 @@ def test_a_list_shows_the_callers_sessions(sessions: Sessions, server: Server) -
     assert session["id"] == "fix-42"
     assert {"fix-42", "bobs"} <= set(sessions("list", key=ADMIN)[1].split())
     assert sessions("list", "--url", "http://127.0.0.1:8000/v1/")[0] == 0
+
+
+def test_a_list_is_as_long_as_it_is_asked_for(
+    sessions: Sessions, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server lists 1,000 in one answer."""
+    monkeypatch.setattr(session_routes, "_LONGEST_LIST", 2)
+    names = [f"session-{number}" for number in range(5)]
+    for name in names:
+        server.say(server.identity(ADA, name))
+    for limit, expected in (("3", names[:1:-1]), ("6", [*names[::-1], "fix-42"]), ("50", [*names[::-1], "fix-42"])):
+        listed = json.loads(sessions("list", "--json", "--limit", limit)[1])["sessions"]
+        assert [session["id"] for session in listed] == expected
 
 
 @pytest.mark.parametrize("terminal", [False, True])

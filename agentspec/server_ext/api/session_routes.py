@@ -1,6 +1,7 @@
 """Serve the sessions of a caller over HTTP: list, export, import and erase them.
 
-``GET /v1/agentspec/sessions``           the caller's sessions in the store, used last first (``?limit=100``)
+``GET /v1/agentspec/sessions``           the caller's sessions in the store, used last first (``?limit=100``); those
+                                         behind them with ``?before=`` and what ``next`` says
 ``GET /v1/agentspec/sessions/{id}``      exports one: its turns as token ids
 ``PUT /v1/agentspec/sessions/{id}``      imports one, in session scope: an export, or ``messages`` and ``texts``, which
                                          become tokens here; turns that it holds already change nothing, and with
@@ -101,8 +102,17 @@ class NoSessionError(HTTPException):
 
 
 @router.get("")
-async def list_sessions(request: Request, limit: Annotated[int, Query(ge=0)] = 100) -> dict[str, Any]:
-    """Return the caller's stored sessions: id, tokens, turns, bytes, when it was used last (epoch seconds), group."""
+async def list_sessions(
+    request: Request,
+    limit: Annotated[int, Query(ge=0)] = 100,
+    before: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+) -> dict[str, Any]:
+    """Return the caller's stored sessions: id, tokens, turns, bytes, when it was used last (epoch seconds), group.
+
+    limit: how many, at most 1,000, and a few more where several were used at the same moment as the last of them.
+    before: those used before this time alone. The answer's ``next`` is the ``before`` of a call for those behind these;
+    null: there are none.
+    """
     engine = drafting_engine(request)
     owner, admin = _owner(engine)
     if owner.caller is None and not admin and not _comes_from_here(request):
@@ -111,11 +121,13 @@ async def list_sessions(request: Request, limit: Annotated[int, Query(ge=0)] = 1
         raise HTTPException(status_code=403, detail=f"{why}: {how}")
     count = min(limit, _LONGEST_LIST)
     found: dict[str, dict[str, Any]] = {}
-    for answer in await _run(engine, owner, "list", owner.tenant, owner.principal, admin, count):
+    for answer in await _run(engine, owner, "list", owner.tenant, owner.principal, admin, count, before):
         found |= {session["key"]: session for session in answer}
-    newest = sorted(found.values(), key=lambda session: -session["used"])[:count]
-    shown = newest if admin else [{name: session[name] for name in session if name != "key"} for session in newest]
-    return {"sessions": shown}
+    newest = sorted(found.values(), key=lambda session: -session["used"])
+    last = newest[count - 1]["used"] if 0 < count <= len(newest) else None
+    page = [session for session in newest if count and (last is None or session["used"] >= last)]
+    shown = page if admin else [{name: session[name] for name in session if name != "key"} for session in page]
+    return {"sessions": shown, "next": last}
 
 
 @router.get("/" + any_id("session_id"))
