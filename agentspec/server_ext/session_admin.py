@@ -33,12 +33,12 @@ _LOAD_SECONDS = 0.25
 _PART_BYTES = 256 * 1024
 """Bytes of records that one answer holds, because the engine passes it on between two steps."""
 _SLICE_SECONDS = 0.1
-"""How long a list or an export reads in one go. Then jobs of others, which wait for the same thread, have a turn."""
+"""How long a job reads in one go. Then jobs of others, which wait for the same thread, have a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Hold a part of a list or an export. more: whether the job goes on behind it."""
+    """Hold a part of what a job yields. more: whether the job goes on behind it."""
 
     items: list[Any]
     more: bool
@@ -49,13 +49,14 @@ class _Job:
     """Hold a job. Its answer is the first future's value, or the first error, and is told when all futures have ended.
 
     asked: time (``time.monotonic``) of the latest poll. owner: its asker's principal. futures: none while the next
-    slice of a list or an export is still to be submitted. items: what the next slices hold.
+    slice is still to be submitted. items: what the next slices hold, in lists of which any may be empty: between two of
+    them a slice may end.
     """
 
     asked: float
     owner: str | None
     futures: tuple[Future[Any], ...] = ()
-    items: Iterator[Any] = field(default_factory=lambda: iter(()))
+    items: Iterator[list[Any]] = field(default_factory=lambda: iter(()))
 
     def is_abandoned(self) -> bool:
         """Return whether its asker is gone."""
@@ -98,9 +99,9 @@ class SessionAdmin:
         at the same moment as the last of them. Before: None, or the time (epoch seconds) before which they were used.
         "read", session, tenant, anybody: the value is its records.
         "write", session, tenant, records, only new: append the records that it lacks, and load it. The value is their
-        number. Only new: leave a session that exists as it is.
+        number, in a list. Only new: leave a session that exists as it is.
         "tenants", session: the value is the tenants under which it holds text.
-        "erase", session, tenants: remove it everywhere.
+        "erase", session, tenants: remove it everywhere. The value is an `Erasure` as a dict.
         Anybody: whatever tenant and principal the sessions have. A tenant stands for itself and for those that an
         adapter or a cache salt sets apart from it.
         """
@@ -116,8 +117,8 @@ class SessionAdmin:
     def poll(self, job: str) -> dict[str, Any]:
         """Return {} while the job runs, {"value": …, "more": bool}, or {"error": kind, "message": text}.
 
-        A value or an error is told once. With "more" the value is a part, perhaps an empty one, and further polls tell
-        the others. With the end the job is forgotten.
+        A value or an error is told once. With "more" the value is a part of a list, perhaps an empty one, and further
+        polls tell the others. With the end the job is forgotten.
         """
         begun = self._jobs.get(job)
         if begun is None:
@@ -157,14 +158,16 @@ class SessionAdmin:
             return self._erase(owner, *args)
         if what == "tenants":
             args = (*args, {state.identity.tenant for state in self._states_of(args[0])})
-        jobs: dict[str, Callable[..., Any]] = {"write": self._write, "tenants": self._tenants}
-        in_slices: dict[str, Callable[..., Iterator[Any]]] = {"list": self._list, "read": self._read}
+        jobs: dict[str, Callable[..., Iterator[list[Any]]]] = {
+            "list": self._list,
+            "read": self._read,
+            "write": self._write,
+            "tenants": self._tenants,
+        }
 
-        def run(store: Store) -> Any:
+        def run(store: Store) -> _Slice:
             self._persistence.flush(_FLUSH_SECONDS)  # so that the store has what was said just now
-            if what in jobs:
-                return jobs[what](store, *args)
-            begun.items = in_slices[what](store, *args)
+            begun.items = jobs[what](store, *args)
             return _next_slice(begun)
 
         return (self._persistence.submit(run, owner),)
@@ -216,8 +219,8 @@ class SessionAdmin:
         anybody: bool,
         count: int,
         before: float | None = None,
-    ) -> Iterator[dict[str, Any] | None]:
-        """Yield the sessions used last, as `begin` says, and None where a slice may end.
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Yield the sessions used last, as `begin` says.
 
         Among very many sessions of others, and for long sessions, this takes long.
         """
@@ -234,50 +237,55 @@ class SessionAdmin:
                 return
             if before is not None and used >= before:
                 continue
-            yield None
+            yield []
             owners = () if anybody else (turn.principal for turn in _turns(store, parts[-1][0], session, newest=1))
             if (anybody or principal in owners) and (summary := (yield from _summary_of(store, session, parts))):
-                yield summary
+                yield [summary]
                 count, last = count - 1, used
 
-    def _read(self, store: Store, session: str, tenant: str | None, anybody: bool) -> Iterator[bytes | None]:
-        """Yield a session's records, as `begin` says, and None for each that cannot be used."""
+    def _read(self, store: Store, session: str, tenant: str | None, anybody: bool) -> Iterator[list[bytes]]:
+        """Yield a session's records that can be used."""
         reader = RecordReader()
         for log in self._logs(store, tenant, anybody, session):
             for entry, record in reader.read(store, log, session=session):
-                yield None if record is None else entry.payload
+                yield [] if record is None else [entry.payload]
 
-    def _write(self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool) -> int:
-        """Append to the store what a session lacks, as `begin` says."""
-        logs = self._logs(store, tenant, session=session)
-        held = {_name_of(record) for log in logs for record in _turns(store, log, session)}
+    def _write(
+        self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool
+    ) -> Iterator[list[int]]:
+        """Append to the store what a session lacks, as `begin` says. Yields at last how many records that are."""
+        held: set[tuple[str, int]] = set()
+        for log in self._logs(store, tenant, session=session):
+            for turn in _turns(store, log, session):
+                held.add(_name_of(turn))
+                yield []
         if only_new and (held or self._cache.has_session(tenant, session)):
-            return 0
+            yield [0]
+            return
         given = {_name_of(decode(payload)): payload for payload in payloads}  # a text may be given twice
         new = [payload for name, payload in given.items() if name not in held]
         if new:
             store.append(self._persistence.logs.of(tenant), [NewEntry(session, payload) for payload in new])
         self._persistence.load_again(tenant, session, _LOAD_SECONDS)
-        return len(new)
+        yield [len(new)]
 
-    def _tenants(self, store: Store, session: str, held: Set[str | None]) -> list[str | None]:
+    def _tenants(self, store: Store, session: str, held: Set[str | None]) -> Iterator[list[str | None]]:
         logs = self._logs(store, None, anybody=True, session=session)
-        return [*held | {turn.tenant for log in logs for turn in _turns(store, log, session, newest=1)}]
+        yield [*held | {turn.tenant for log in logs for turn in _turns(store, log, session, newest=1)}]
 
 
 def _next_slice(job: _Job) -> _Slice:
-    """Return the next items of a job, as many as one answer holds and _SLICE_SECONDS allow. Items of None don't count.
+    """Return the next items of a job, as many as one answer holds and _SLICE_SECONDS allow.
 
     It ends where the asker is gone, or jobs that nobody waits for would hold up the others.
     """
     found: list[Any] = []
     size, until = 0, time.monotonic() + _SLICE_SECONDS
     job.check_asker()
-    for item in job.items:
+    for items in job.items:
         job.check_asker()
-        if item is not None:
-            found.append(item)
-            size += len(item) if isinstance(item, bytes) else 0
+        found += items
+        size += sum(len(item) for item in items if isinstance(item, bytes))
         if size >= _PART_BYTES or time.monotonic() >= until:
             return _Slice(found, more=True)
     return _Slice(found, more=False)
@@ -298,8 +306,8 @@ def _answer(futures: Sequence[Future[Any]]) -> dict[str, Any]:
 
 def _summary_of(
     store: Store, session: str, parts: Sequence[tuple[str, SessionUsage]]
-) -> Generator[None, None, dict[str, Any] | None]:
-    """Return a session as the list shows it; None if no turn is left. Yields where a slice may end.
+) -> Generator[list[Any], None, dict[str, Any] | None]:
+    """Return a session as the list shows it; None if no turn is left. Yields an empty list where a slice may end.
 
     parts: its logs and their usage, newest last.
     """
@@ -307,7 +315,7 @@ def _summary_of(
     for log, _ in parts:
         for newest in _turns(store, log, session):
             tokens += len(newest.prompt_tail) + len(newest.response)
-            yield
+            yield []
     if newest is None:
         return None
     return {

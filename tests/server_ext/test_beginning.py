@@ -147,7 +147,7 @@ def test_an_import_is_told_once_the_next_request_drafts_from_it(
     persistence = server.engine._persistence
     monkeypatch.setattr(persistence._loader, "_before_read", lambda *_: time.sleep(0.1))
     server.engine.session("begin", "job", None, "write", "s", None, [encode(turn("s", 1))], False)
-    wait_until(lambda: server.engine.session("poll", "job").get("value") == 1)
+    wait_until(lambda: server.engine.session("poll", "job").get("value") == [1])
     assert persistence.has_loaded_of(Identity(session="s"))
 
 
@@ -158,7 +158,7 @@ def test_a_store_that_is_slow_to_read_holds_up_no_import_for_long(
     held = threading.Event()
     monkeypatch.setattr(server.engine._persistence._loader, "_before_read", lambda *_: held.wait(60))
     server.engine.session("begin", "job", None, "write", "s", None, [encode(turn("s", 1))], False)
-    wait_until(lambda: server.engine.session("poll", "job").get("value") == 1)
+    wait_until(lambda: server.engine.session("poll", "job").get("value") == [1])
     held.set()
 
 

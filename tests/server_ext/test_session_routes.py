@@ -199,8 +199,8 @@ def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monke
     assert len(read) == 2
 
 
-@pytest.mark.parametrize("what", ["read", "list"])
-def test_a_long_list_or_export_lets_the_questions_of_others_between(
+@pytest.mark.parametrize("what", ["read", "list", "write"])
+def test_a_long_session_lets_the_questions_of_others_between(
     start: Start, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """It was one job of the only thread that asks the store: of 350,000 turns, the others waited for a minute."""
@@ -218,21 +218,24 @@ def test_a_long_list_or_export_lets_the_questions_of_others_between(
 
     monkeypatch.setattr(session_admin, "RecordReader", Reader)
     monkeypatch.setattr(session_admin, "_SLICE_SECONDS", 0.0)  # a record in each slice
-    long = (ada.session, ada.tenant, False) if what == "read" else (ada.tenant, ada.principal, False, 10)
-    assert admin.begin("long", ada.principal, what, *long) == {}
+    arguments: dict[str, tuple[Any, ...]] = {
+        "read": (ada.session, ada.tenant, False),
+        "list": (ada.tenant, ada.principal, False, 10),
+        "write": (ada.session, ada.tenant, [], False),
+    }
+    assert admin.begin("long", ada.principal, what, *arguments[what]) == {}
     assert admin.begin("short", bob.principal, "tenants", bob.session) == {}
-    found: list[Any] = []
+    found: dict[str, list[Any]] = {"long": [], "short": []}
 
-    def ended() -> bool:
-        answer = admin.poll("long")
-        found.extend(answer.get("value", ()))
+    def ended(job: str) -> bool:
+        answer = admin.poll(job)
+        found[job].extend(answer.get("value", ()))
         return answer.get("more") is False
 
-    answers: list[Any] = []
-    server.wait(lambda: answers.append(admin.poll("short")) or "value" in answers[-1])  # type: ignore[func-returns-value]
+    server.wait(lambda: ended("short"))
     assert len(read) <= 1
-    server.wait(ended)
-    assert len(found) == (4 if what == "read" else 1) and admin._jobs == {}
+    server.wait(lambda: ended("long"))
+    assert len(found["long"]) == (4 if what == "read" else 1) and admin._jobs == {}
 
 
 def test_an_engine_is_asked_while_another_takes_its_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

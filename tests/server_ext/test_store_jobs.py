@@ -178,7 +178,7 @@ def test_a_session_is_new_if_neither_the_cache_nor_the_store_holds_it(store: Fla
         assert admin.begin(session, None, "write", session, None, records, True) == {}
         answer: dict[str, Any] = {}  # it is told once
         wait_until(lambda answer=answer, session=session: answer.update(admin.poll(session)) or answer)  # type: ignore[misc]
-        assert answer == {"value": added, "more": False}
+        assert answer == {"value": [added], "more": False}
         assert len(list(store.read(LOGS.of(None), session=session))) == (session != "in the cache")
     persistence.close()
 

@@ -150,10 +150,10 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
     identity = _identity(engine, session_id, write=True)
     async with _imports.body_of(request, identity.principal) as body:
         payloads = await _imports.run(identity.principal, lambda: _read(body, engine, session_id, identity))
-        added = []
+        added: list[int] = []
         for number in engine_numbers(engine):  # one by one, because they may share a store
             args = (identity.session, identity.tenant, payloads, only_new)
-            added += await _run(engine, identity, "write", *args, engines=[number])
+            added += chain(*await _run(engine, identity, "write", *args, engines=[number]))
     return {"id": session_id, "turns": len(payloads), "added": max(added)}
 
 
