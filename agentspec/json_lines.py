@@ -32,7 +32,7 @@ def read_objects(
                 logger.warning("%s, line %d: has no end yet, and is left out", path, number)
                 return
             why = f"not JSON in UTF-8 ({error}); write one JSON object a line"
-            raise InvalidInputError(f"{path}, line {number}: {too_long(error) or why}") from None
+            raise InvalidInputError(f"{path}, line {number}: {refused(error) or why}") from None
         if not isinstance(value, dict):
             raise InvalidInputError(
                 f"{path}, line {number}: an object expected, got {type(value).__name__}; write one JSON object a line"
@@ -41,8 +41,17 @@ def read_objects(
         yield number, value
 
 
-def too_long(error: Exception) -> str | None:
-    """Return what is wrong where JSON was not read because of a whole number that Python refuses; None otherwise."""
+class RepeatedFieldError(ValueError):
+    """An object of JSON has a field twice, of which JSON's readers take the last."""
+
+
+def refused(error: Exception) -> str | None:
+    """Return what is wrong with JSON that was not read though it is JSON; None where it is none.
+
+    A field stands there twice, or Python refuses a whole number for its length.
+    """
+    if isinstance(error, RepeatedFieldError):
+        return str(error)
     if not isinstance(error, ValueError) or isinstance(error, UnicodeError | json.JSONDecodeError):
         return None
     limit = sys.get_int_max_str_digits()
@@ -57,8 +66,7 @@ def whole(value: Any) -> Any:
 def parse_line(line: bytes) -> Any:
     """Return the value of a line of JSON. A byte order mark may be in front.
 
-    Raises ValueError or RecursionError if it is none, and for an object that has a field twice, of which JSON's readers
-    take the last. Objects within it may have one.
+    Raises ValueError or RecursionError if it is none, and RepeatedFieldError. Objects within it may repeat a field.
     """
     last: list[tuple[str, Any]] = []  # the fields of the object that ends last: the line's own
 
@@ -74,9 +82,9 @@ def parse_line(line: bytes) -> Any:
 
 
 def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these fields. Raises ValueError if one stands there twice: JSON's readers take the last."""
+    """Return the object of these fields. Raises RepeatedFieldError."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)}: stands there twice")
+        raise RepeatedFieldError(f"the field {max(names, key=names.count)!r} stands there twice; give it once")
     return made

@@ -34,7 +34,7 @@ from agentspec.cache.store import (
 from agentspec.cache.types import DEFAULT_MAX_BYTES, MAX_QUOTABLE, HistoryWindow
 from agentspec.errors import ConfigurationError, StoreUnavailableError
 from agentspec.identifiers import check_session_id
-from agentspec.json_lines import object_of
+from agentspec.json_lines import object_of, refused
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +306,8 @@ def json_object(name: str, text: str, what: str = "a JSON object") -> dict[str, 
     try:
         value = json.loads(text, object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{name} is not JSON: {error}") from None
+        why = refused(error)
+        raise ConfigurationError(f"{name}: {why}" if why else f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigurationError(f"{name} must be {what}, got {type(value).__name__}")
     return value

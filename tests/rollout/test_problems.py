@@ -127,7 +127,7 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: bytes) -> Non
         ({"id": "b", "messages": [{"content": "x"}]}, "neither a text"),
         ({"id": "b", "prompt_token_ids": [1, -2]}, "neither a text"),
         ({"id": "first", "prompt": "x"}, "stands there twice"),
-        ('{"id": "b", "prompt": "x", "prompt": "y"}', "prompt: stands there twice"),
+        ('{"id": "b", "prompt": "x", "prompt": "y"}', "the field 'prompt' stands there twice; give it once"),
     ],
 )
 def test_an_error_names_the_line(tmp_path: Path, row: Any, message: str) -> None:

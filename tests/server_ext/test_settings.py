@@ -54,7 +54,10 @@ def test_settings_in_the_environment_apply_where_the_engine_has_none() -> None:
         ("{", "AGENTSPEC_SETTINGS is not JSON"),
         ("[" * 100_000, "AGENTSPEC_SETTINGS is not JSON"),
         ("[1]", "must be a JSON object of settings, got list"),
-        ('{"max_draft": 2, "scope": "none", "max_draft": 3}', "AGENTSPEC_SETTINGS is not JSON: max_draft: .* twice"),
+        (
+            '{"max_draft": 2, "scope": "none", "max_draft": 3}',
+            "AGENTSPEC_SETTINGS: the field 'max_draft' stands there twice",
+        ),
         ('{"max_draft": 0}', "max_draft"),
     ):
         with pytest.raises(ConfigurationError, match=message):

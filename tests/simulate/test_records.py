@@ -80,7 +80,7 @@ def test_the_file_is_read_as_the_calls_are_taken(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 2: not JSON"),
-        ('{"session": "a", "session": "b"}', "line 2: .*session: stands there twice"),
+        ('{"session": "a", "session": "b"}', "line 2: the field 'session' stands there twice; give it once"),
         ("[1]", "line 2: an object expected, got list"),
         (_record(session=None), "line 2: session: "),
         (_record(session=""), "line 2: session: must not be empty"),

@@ -31,7 +31,7 @@ from agentspec.addresses import names_loopback
 from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.identifiers import from_header
-from agentspec.json_lines import too_long
+from agentspec.json_lines import refused
 from agentspec.server_ext.api.imports import MAX_TURNS, Imports
 from agentspec.server_ext.api.path_ids import any_id
 from agentspec.server_ext.api.session_texts import FormatVersion, SessionTexts, turns_of
@@ -278,7 +278,7 @@ def _parse(body: bytes | bytearray) -> ExportedSession | SessionTexts:
             raise _refused("version: 1 expected; an export of another version needs a server that knows it") from None
         raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
     except ValueError as error:
-        why = too_long(error) or "not JSON; give what `agentspec sessions export` wrote"
+        why = refused(error) or "not JSON; give what `agentspec sessions export` wrote"
         raise _refused(f"body: {why}") from None
 
 
