@@ -39,27 +39,6 @@ Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
 
-class DraftRates:
-    """Add the rates of drafting to a class that counts tokens, decode steps, drafted and accepted tokens."""
-
-    __slots__ = ()
-
-    tokens: int
-    steps: int
-    drafted: int
-    accepted: int
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Return the mean acceptance length, bonus token included; 0 before the first step."""
-        return self.tokens / self.steps if self.steps else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Return accepted over drafted tokens; 0 without drafts."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limit what is held, in tokens and in bytes; None: no limit."""

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from agentspec.client.conversation import Gap
     from agentspec.client.forecast import Forecast
     from agentspec.client.loop_generators import Stage
-    from agentspec.client.reply import DecodeStep, DraftedToken, Reply, Speculation
+    from agentspec.client.reply import Reply, Speculation
     from agentspec.client.streams import AsyncReplyStream, ReplyStream
     from agentspec.client.tools import ToolRun
+    from agentspec.draft_figures import DecodeStep, DraftedToken
 
 __all__ = [
     "AgentClient",

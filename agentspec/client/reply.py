@@ -7,7 +7,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import openai
 import pydantic
@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 from typing_extensions import TypeVar
 
 from agentspec.client.messages import assistant_message, encodable
+from agentspec.draft_figures import DecodeStep, DraftedToken, DraftRates
 from agentspec.errors import AgentSpecError
 
 ParsedT = TypeVar("ParsedT", default=None)
@@ -24,25 +25,8 @@ FIGURES = "agentspec"
 """Field of a response, or of a stream's last chunk, that has the extension's figures."""
 
 
-class DraftedToken(NamedTuple):
-    """Hold a token's text, and the source that drafted it; None for the model itself.
-
-    text: None if the server does not tell a rejected token, because it may quote another caller.
-    """
-
-    text: str | None
-    source: str | None
-
-
-class DecodeStep(NamedTuple):
-    """Hold one decode step: the tokens that it added to the reply, and the drafted ones that it rejected."""
-
-    tokens: tuple[DraftedToken, ...]
-    rejected: tuple[DraftedToken, ...]
-
-
 @dataclass(frozen=True, slots=True)
-class Speculation:
+class Speculation(DraftRates):
     """Count what was drafted and accepted for one request. All counts are tokens, except `steps` and `drafts`.
 
     drafted: tokens that were drafted and verified. accepted: drafted tokens that were accepted.
@@ -68,16 +52,6 @@ class Speculation:
     def mean_acceptance_length(self) -> float:
         """Return the mean tokens of a step with a draft, as vLLM counts them: 1 + accepted / drafts."""
         return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Return accepted / drafted; 0 if nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Return the mean tokens of a decode step, with or without a draft; 0 without steps."""
-        return self.tokens / self.steps if self.steps else 0.0
 
 
 _COUNTS = ("drafted", "accepted", "steps", "drafts", "tokens")

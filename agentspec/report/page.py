@@ -8,7 +8,8 @@ from html import escape
 from importlib.resources import files
 
 from agentspec.cache.types import SOURCES
-from agentspec.report.records import Run, Session, Token, Turn
+from agentspec.draft_figures import DraftedToken
+from agentspec.report.records import Run, Session, Turn
 
 _BAR_WIDTH, _CHART_HEIGHT = 28, 120
 
@@ -171,7 +172,7 @@ def _turn(turn: Turn, number: int) -> str:
 def _detail(turn: Turn) -> str:
     """Return the text with its sources marked, and rejected drafts where they were rejected."""
     out = []
-    pending: list[Token] = []  # tokens of one source, possibly from several steps
+    pending: list[DraftedToken] = []  # tokens of one source, possibly from several steps
     for step in turn.detail:
         for token in step.tokens:
             if pending and (pending[-1].source != token.source):
@@ -186,7 +187,7 @@ def _detail(turn: Turn) -> str:
     return "".join([*out, _marked(pending)])
 
 
-def _marked(tokens: Sequence[Token]) -> str:
+def _marked(tokens: Sequence[DraftedToken]) -> str:
     text = escape("".join(token.text or "" for token in tokens))
     source = tokens[0].source if tokens else None
     if source is None or not text:
@@ -195,7 +196,7 @@ def _marked(tokens: Sequence[Token]) -> str:
     return f'<span class="t {name}" title="{name}"><i class="n">[{name}: </i>{text}<i class="n">]</i></span>'
 
 
-def _rejected(tokens: Iterable[Token]) -> str:
+def _rejected(tokens: Iterable[DraftedToken]) -> str:
     parts = []
     for source, group in itertools.groupby(tokens, key=lambda token: token.source or "model"):
         text = "".join("…" if token.text is None else token.text for token in group)

@@ -8,25 +8,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from agentspec.draft_figures import DecodeStep, DraftedToken
 from agentspec.errors import InvalidInputError
 from agentspec.files import read_lines
 from agentspec.json_lines import whole
-
-
-class Token(NamedTuple):
-    """Hold a token's text, None if it is not told, and the source that drafted it, None for the model itself."""
-
-    text: str | None
-    source: str | None
-
-
-class Step(NamedTuple):
-    """Hold one decode step: the tokens that it added, and the drafted ones that it rejected."""
-
-    tokens: tuple[Token, ...]
-    rejected: tuple[Token, ...]
 
 
 @dataclass(slots=True)
@@ -44,7 +31,7 @@ class Turn:
     drafted: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
     text: str | None = None
-    detail: tuple[Step, ...] = ()
+    detail: tuple[DecodeStep, ...] = ()
     without_steps: int = 0
     without_seconds: int = 0
 
@@ -177,7 +164,7 @@ def _reply(line: dict[str, Any]) -> Turn:
         drafted=_counts(line.get("drafted_by_source")),
         accepted=_counts(line.get("accepted_by_source")),
         text=_text(line, "text"),
-        detail=tuple(Step(_tokens(tokens), _tokens(rejected)) for tokens, rejected in line.get("detail") or ()),
+        detail=tuple(DecodeStep(_tokens(tokens), _tokens(rejected)) for tokens, rejected in line.get("detail") or ()),
     )
 
 
@@ -199,8 +186,8 @@ def _counts(by_source: dict[str, Any] | None) -> Counter[str]:
     return +Counter({source: _count(count) for source, count in (by_source or {}).items()})
 
 
-def _tokens(pairs: Iterable[Any]) -> tuple[Token, ...]:
-    tokens = tuple(Token(text, source) for text, source in pairs)
+def _tokens(pairs: Iterable[Any]) -> tuple[DraftedToken, ...]:
+    tokens = tuple(DraftedToken(text, source) for text, source in pairs)
     if not all(isinstance(part, str | None) for token in tokens for part in token):
         raise TypeError("detail: pairs of a token's text and its source expected")
     return tokens

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentspec.cache.types import DraftRates
+from agentspec.draft_figures import DraftRates
 from agentspec.errors import ConfigurationError
 from agentspec.rollout.journal import Sample
 

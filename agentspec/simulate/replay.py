@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from agentspec.cache.types import SOURCES, DraftRates, Scope
+from agentspec.cache.types import SOURCES, Scope
+from agentspec.draft_figures import DraftRates
 from agentspec.simulate.records import Call
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.types import DraftRates
+from agentspec.draft_figures import DraftRates
 from agentspec.errors import AgentSpecError, ConfigurationError
 
 Int32 = NDArray[np.int32]
