@@ -61,7 +61,7 @@ def prune(
 
         from agentspec.server_ext.speculator import load_speculator, save_speculator
         from agentspec.server_ext.speculator.vocabulary import choose_vocabulary, prune_head, special_tokens
-        from agentspec.train.corpus import writable
+        from agentspec.train.files import writable
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out}: is there and not an empty folder; name another")

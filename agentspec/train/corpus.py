@@ -1,66 +1,35 @@
-"""Gather the conversations of a run, as token ids with the responses marked.
+"""Gather the conversations of a run, and divide them into those to train on and those held out.
 
 The sources are read once. Their conversations are divided by session and kept on disk, so that a resumed run trains on
 the same ones even if a source has grown.
 """
 
-import errno
 import hashlib
 import json
-import os
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from agentspec.cache.store import (
-    LogNames,
-    RecordReader,
-    Store,
-    TurnRecord,
-    open_store,
-)
-from agentspec.cache.store.contexts import SessionContexts
-from agentspec.errors import ConfigurationError, InvalidInputError, first_line
+from agentspec.cache.store import LogNames, open_store
+from agentspec.cache.types import Int32Array
+from agentspec.errors import InvalidInputError
 from agentspec.files import replacing
 from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.settings import Settings
-from agentspec.simulate import Call, open_tokenizer, read_calls
 from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSource, TrainingConfig
+from agentspec.train.conversations import Conversation, cut, from_records, from_store
+from agentspec.train.files import make_folder, readable, writable
 
-Int32 = NDArray[np.int32]
-UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError, SafetensorError)
-"""What torch, safetensors and transformers raise for a damaged file."""
 _PART = 2**20
 """Bytes of a file that are hashed at once."""
 Answer = Callable[[PromptsSource, Path], None]
 """Function that writes the target's answers to a source's prompts into a file of recorded calls."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Hold one session's text as the target saw it.
-
-    ``tokens``: int32 [T]. ``responses``: (start, end) of each response in it, in order. ``start`` is at least 1: the
-    hidden state of the position before it produced the response's first token.
-    """
-
-    session: str
-    tokens: Int32
-    responses: tuple[tuple[int, int], ...]
-
-    @property
-    def response_tokens(self) -> int:
-        """Return the number of tokens in all responses."""
-        return sum(end - start for start, end in self.responses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,117 +84,6 @@ def _gathered(folder: Path) -> tuple[Path, Path]:
     return folder / "train.safetensors", folder / "held-out.safetensors"
 
 
-def make_folder(path: Path, field: str) -> None:
-    """Make a folder. Raises ConfigurationError that names the configuration's field if nothing can be written there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = f"{error.filename}: {error.strerror}"
-        raise ConfigurationError(f"{field}: the folder cannot be made ({why}); name another") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"{field}: {path} cannot be written; name another folder")
-
-
-@dataclass(slots=True)
-class _Open:
-    """Collect a conversation that may still continue."""
-
-    session: str
-    parts: list[Int32]
-    length: int
-    responses: list[tuple[int, int]] = field(default_factory=list)
-
-    def closed(self) -> Conversation:
-        return Conversation(self.session, np.concatenate(self.parts), tuple(self.responses))
-
-
-class Joiner:
-    """Join the calls of a session into conversations, so that the target reads repeated prompts once.
-
-    A call whose prompt does not begin with the session's text so far (an edited history, reasoning left out) starts
-    another conversation of the same session.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[str, _Open] = {}
-        self._closed: list[Conversation] = []
-
-    def add(self, session: str, prompt: Int32, response: Int32) -> None:
-        """Add a session's next call: the whole ``prompt``, int32 [P], and its ``response``, int32 [R]."""
-        if len(prompt) == 0 or len(response) < 2:  # no token behind the first to draft
-            return
-        before = self._open.get(session)
-        if before is not None and not _continues(before, prompt):
-            self._closed.append(before.closed())
-            before = None
-        if before is None:
-            before = self._open[session] = _Open(session, [], 0)
-        before.parts += [prompt[before.length :], response]
-        before.responses.append((len(prompt), len(prompt) + len(response)))
-        before.length = len(prompt) + len(response)
-
-    def conversations(self) -> list[Conversation]:
-        """Return all conversations, in an order that depends on the data alone."""
-        return self._closed + [conversation.closed() for conversation in self._open.values()]
-
-
-def from_records(path: Path, tokenizer: str | None) -> list[Conversation]:
-    """Read the conversations of a file of recorded calls. Raises InvalidInputError naming file, line and field."""
-    encode = None if tokenizer is None else open_tokenizer(tokenizer, "data.sources: tokenizer")
-    return from_calls(read_calls(path, tokenizer=encode))
-
-
-def from_calls(calls: Iterable[Call]) -> list[Conversation]:
-    """Join recorded calls into conversations. Sessions of different tenants stay apart, even under one name."""
-    joiner = Joiner()
-    for call in calls:
-        joiner.add(call.session if call.tenant is None else f"{call.tenant}/{call.session}", call.prompt, call.response)
-    return joiner.conversations()
-
-
-def from_store(store: Store, namespace: str, newest: int | None) -> list[Conversation]:
-    """Return the conversations of a tenant's log that all of its callers share.
-
-    Left out are turns under scope "session", and turns whose earlier context the log no longer holds.
-    """
-    joiner = Joiner()
-    for session, prompt, response in _stored_calls(store, namespace, newest):
-        joiner.add(session, prompt, response)
-    return joiner.conversations()
-
-
-def cut(conversation: Conversation, max_length: int) -> Conversation:
-    """Return the conversation up to its last response that ends within the first ``max_length`` tokens."""
-    if len(conversation.tokens) <= max_length:
-        return conversation
-    whole = tuple((start, end) for start, end in conversation.responses if end <= max_length)
-    return Conversation(conversation.session, conversation.tokens[: whole[-1][1] if whole else 0], whole)
-
-
-@contextmanager
-def readable(file: Path, remove: Path | None = None) -> Iterator[None]:
-    """Raise InvalidInputError for a damaged file. remove: what to remove, so that it is made again; None: the file."""
-    try:
-        yield
-    except UNREADABLE as error:
-        raise InvalidInputError(
-            f"{file}: cannot be read ({first_line(error)}); remove {remove or file}, and run the command again"
-        ) from error
-
-
-@contextmanager
-def writable(file: Path) -> Iterator[None]:
-    """Raise OSError that names the file for the errors of torch and safetensors while they write one.
-
-    On a full disk these speak of a position and name no file.
-    """
-    try:
-        yield
-    except (RuntimeError, SafetensorError) as error:
-        why = f"cannot be written ({first_line(error)}); make room on its disk, and run the command again to go on"
-        raise OSError(errno.EIO, why, str(file)) from error
-
-
 def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
     data = config.data
     train = _not_empty(_read(data.sources, config, folder / "answers", answer), "sources", data)
@@ -252,7 +110,7 @@ def _apart(train: list[Conversation], held_out: list[Conversation]) -> Corpus:
     Such a session has the same name and the same text, which one source may have to a later turn than the other. The
     name alone says nothing: the prompts of two files may both be numbered. Raises InvalidInputError if none is left.
     """
-    texts: dict[str, list[Int32]] = {}
+    texts: dict[str, list[Int32Array]] = {}
     for conversation in held_out:
         texts.setdefault(conversation.session, []).append(conversation.tokens)
     both = {
@@ -267,7 +125,7 @@ def _apart(train: list[Conversation], held_out: list[Conversation]) -> Corpus:
     return Corpus(left, held_out)
 
 
-def _begin_alike(one: Int32, other: Int32) -> bool:
+def _begin_alike(one: Int32Array, other: Int32Array) -> bool:
     length = min(len(one), len(other))
     return np.array_equal(one[:length], other[:length])
 
@@ -378,27 +236,3 @@ def _load(file: Path) -> list[Conversation]:
         Conversation(session, text.numpy(), tuple(span))
         for session, text, span in zip(sessions, texts, spans, strict=True)
     ]
-
-
-def _stored_calls(store: Store, namespace: str, newest: int | None) -> Iterator[tuple[str, Int32, Int32]]:
-    contexts: dict[str, SessionContexts] = {}
-    for number, (entry, record) in enumerate(RecordReader().read(store, namespace, newest=newest)):
-        if not isinstance(record, TurnRecord):
-            continue
-        alone = not entry.session  # without a session, the turn is a text of its own
-        name = f"(none) {number}" if alone else entry.session
-        context = SessionContexts() if alone else contexts.setdefault(entry.session, SessionContexts())
-        prompt = context.add(record)
-        if prompt is not None and record.scope != "session":
-            yield name, prompt, record.response
-
-
-def _continues(before: _Open, prompt: Int32) -> bool:
-    if len(prompt) < before.length:
-        return False
-    at = 0
-    for part in before.parts:
-        if not np.array_equal(prompt[at : at + len(part)], part):
-            return False
-        at += len(part)
-    return True

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 from agentspec.files import replacing
-from agentspec.train.corpus import UNREADABLE, Conversation, readable, writable
+from agentspec.train.conversations import Conversation
+from agentspec.train.files import UNREADABLE, readable, writable
 
 _SHARD_ROWS = 32_768
 _FORWARD_TOKENS = 8_192

@@ -24,18 +24,10 @@ from agentspec.server_ext.speculator import save_speculator
 from agentspec.server_ext.speculator.checkpoint import read_config
 from agentspec.server_ext.speculator.config import MODEL_TYPE
 from agentspec.train.config import PromptsSource, TrainingConfig
-from agentspec.train.corpus import (
-    Conversation,
-    Corpus,
-    folder_of,
-    gather,
-    is_gathered,
-    make_folder,
-    readable,
-    source_sizes,
-    writable,
-)
+from agentspec.train.conversations import Conversation
+from agentspec.train.corpus import Corpus, folder_of, gather, is_gathered, source_sizes
 from agentspec.train.evaluate import Acceptance, measure
+from agentspec.train.files import make_folder, readable, writable
 from agentspec.train.generate import answer_prompts
 from agentspec.train.hidden_states import HiddenStates, Target, extract, target_shape
 from agentspec.train.trainer import Trainer, sizes_at_start, speculator_config

@@ -21,7 +21,7 @@ from agentspec.files import replacing
 from agentspec.server_ext.speculator import Speculator, SpeculatorConfig, build_speculator
 from agentspec.server_ext.speculator.config import METHODS
 from agentspec.train.config import Model, TrainingConfig
-from agentspec.train.corpus import readable, writable
+from agentspec.train.files import readable, writable
 from agentspec.train.hidden_states import HiddenStates, Response, TargetShape, fitting
 
 PIECE = 256

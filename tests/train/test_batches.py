@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentspec.train.corpus import from_records
+from agentspec.train.conversations import from_records
 from agentspec.train.hidden_states import HiddenStates, Response, Target, extract
 from agentspec.train.trainer import PIECE, Batch, collate, draws, pieces
 

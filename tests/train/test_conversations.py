@@ -12,7 +12,7 @@ from agentspec.cache.store import SQLiteStore, TurnRecord
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
-from agentspec.train.corpus import Conversation, Joiner, cut, from_records, from_store
+from agentspec.train.conversations import Conversation, Joiner, cut, from_records, from_store
 from tests.store.helpers import LOGS
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from agentspec.server_ext.speculator import load_speculator
-from agentspec.train.corpus import Joiner
+from agentspec.train.conversations import Joiner
 from agentspec.train.evaluate import measure
 from agentspec.train.hidden_states import HiddenStates, Target, extract, target_shape
 from demo.drafter_data import MODEL, session_calls

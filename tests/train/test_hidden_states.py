@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.train import hidden_states
-from agentspec.train.corpus import Conversation, from_records
+from agentspec.train.conversations import Conversation, from_records
 from agentspec.train.hidden_states import HiddenStates, Target, extract, target_shape
 
 CPU = torch.device("cpu")

@@ -1,0 +1,50 @@
+"""Name the file and the remedy where a training cannot read or write one."""
+
+import errno
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from agentspec.errors import ConfigurationError, InvalidInputError, first_line
+
+UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError, SafetensorError)
+"""What torch, safetensors and transformers raise for a damaged file."""
+
+
+def make_folder(path: Path, field: str) -> None:
+    """Make a folder. Raises ConfigurationError that names the configuration's field if nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}"
+        raise ConfigurationError(f"{field}: the folder cannot be made ({why}); name another") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{field}: {path} cannot be written; name another folder")
+
+
+@contextmanager
+def readable(file: Path, remove: Path | None = None) -> Iterator[None]:
+    """Raise InvalidInputError for a damaged file. remove: what to remove, so that it is made again; None: the file."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise InvalidInputError(
+            f"{file}: cannot be read ({first_line(error)}); remove {remove or file}, and run the command again"
+        ) from error
+
+
+@contextmanager
+def writable(file: Path) -> Iterator[None]:
+    """Raise OSError that names the file for the errors of torch and safetensors while they write one.
+
+    On a full disk these speak of a position and name no file.
+    """
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        why = f"cannot be written ({first_line(error)}); make room on its disk, and run the command again to go on"
+        raise OSError(errno.EIO, why, str(file)) from error
