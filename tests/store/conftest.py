@@ -7,6 +7,8 @@ import pytest
 
 from agentspec.cache.store import Store, open_store
 from agentspec.testing.redis_server import RedisServer
+from tests.store.followed_process import Process
+from tests.store.helpers import FlakyStore
 
 
 @pytest.fixture
@@ -35,3 +37,11 @@ def store(store_url: str) -> Iterator[Store]:
     opened = open_store(store_url)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    process = Process(FlakyStore())
+    yield process
+    process.store.gate.set()
+    process.follower.close()

@@ -1,100 +1,16 @@
 """The follower alone: what it delivers, skips and applies, and what it does when the store fails or it falls behind."""
 
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 from unittest.mock import Mock
 
 import pytest
 
-from agentspec.cache.store import CircuitBreaker, Follower, Retention, TurnRecord, encode
+from agentspec.cache.store import Retention, encode
 from agentspec.cache.store.base import NewEntry, entry_name
 from agentspec.errors import StoreError, StoreUnavailableError
-from tests.store.helpers import NS, FlakyStore, entry_of, number_of, turn, wait_until
-
-OTHER = "fedcba9876543210"
-LIFE_SECONDS = "agentspec.cache.store.follower.LIFE_SECONDS"
-
-
-@dataclass
-class Process:
-    """What a follower needs of its process, and what it was told."""
-
-    store: FlakyStore
-    number: int = 0
-    erased: list[tuple[str | None, str]] = field(default_factory=list)
-    erased_again: list[tuple[str | None, str]] = field(default_factory=list)
-    refusals: int = 0  # of erasing again
-    faults: int = 0  # of erasing here
-    forgotten: list[str | None] = field(default_factory=list)
-    busy: set[str | None] = field(default_factory=set)
-    learned: list[int] = field(default_factory=list)
-    learning_takes: float = 0.0
-    may_learn: threading.Event = field(default_factory=threading.Event)  # learning waits for it
-    taken: list[tuple[str, int]] = field(default_factory=list)
-    taking_takes: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.may_learn.set()
-        self.follower = Follower(
-            self.store,
-            OTHER,
-            take=self.take,
-            erase=self.erase,
-            erase_again=self.erase_again,
-            learn=self.learn,
-            forget=self.forget,
-            max_logs=3,
-            breaker=CircuitBreaker(threshold=2, first_pause=0.2, max_pause=0.2),
-        )
-        self.begin = self.follower.begin
-
-    def erase(self, tenant: str | None, session: str) -> int:
-        if self.faults > 0:
-            self.faults -= 1
-            raise MemoryError("no memory for it")
-        self.taken = [(of, number) for of, number in self.taken if of != session]
-        self.erased.append((tenant, session))
-        return self.number
-
-    def erase_again(self, tenant: str | None, session: str) -> None:
-        if self.refusals > 0:
-            self.refusals -= 1
-            raise StoreUnavailableError("busy")
-        self.erased_again.append((tenant, session))
-
-    def learn(self, record: TurnRecord) -> None:
-        assert number_of(record) not in self.numbers()  # who has restored a turn cannot learn from it any more
-        self.learned.append(number_of(record))
-        assert self.may_learn.wait(60)
-        time.sleep(self.learning_takes)
-
-    def forget(self, tenant: str | None) -> bool:
-        if tenant in self.busy:
-            return False
-        self.forgotten.append(tenant)
-        return True
-
-    def take(self, log: str, record: TurnRecord) -> None:
-        if not self.follower.own.may_be_older(log, record.session):
-            self.taken.append((record.session, number_of(record)))
-        time.sleep(self.taking_takes)
-
-    def numbers(self) -> list[int]:
-        return [number for _, number in self.taken]
-
-    def wait(self, **figures: Any) -> None:
-        wait_until(lambda: all(getattr(self.follower.stats(), name) == value for name, value in figures.items()))
-
-
-@pytest.fixture
-def process() -> Iterator[Process]:
-    process = Process(FlakyStore())
-    yield process
-    process.store.gate.set()
-    process.follower.close()
+from tests.store.followed_process import LIFE_SECONDS, OTHER, Process
+from tests.store.helpers import NS, entry_of, turn, wait_until
 
 
 def test_what_was_read_may_go_by_retention(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:

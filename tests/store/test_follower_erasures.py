@@ -10,11 +10,8 @@ import pytest
 
 from agentspec.cache.store import CircuitBreaker, Entry, Erasure, MemoryStore, Retention
 from agentspec.errors import StoreUnavailableError
+from tests.store.followed_process import LIFE_SECONDS, OTHER, Process
 from tests.store.helpers import NS, entry_of, turn, wait_until
-
-from .test_follower import LIFE_SECONDS, OTHER, Process, process
-
-__all__ = ["process"]
 
 
 def test_who_may_hold_text_from_before_an_erasure_is_told_of_it_though_the_session_was_used_since(

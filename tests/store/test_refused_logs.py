@@ -24,8 +24,8 @@ from agentspec.cache.store.aside import REFUSED_LOGS
 from agentspec.cache.store.base import History
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
+from tests.store.followed_process import Process
 from tests.store.helpers import FlakyStore, entry_of, gather, number_of, turn, wait_until
-from tests.store.test_follower import Process
 from tests.store.test_redis_store import raw
 
 pytestmark = pytest.mark.usefixtures("patience")

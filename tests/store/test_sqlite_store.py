@@ -1,9 +1,8 @@
-"""The SQLite file: what it is, what it refuses, what happens to a damaged one, and several processes at it."""
+"""The SQLite file: what it is, what it refuses, what erasing and trimming leave in it, and several processes at it."""
 
 import multiprocessing
 import os
 import random
-import resource
 import sqlite3
 import stat
 import threading
@@ -15,21 +14,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from agentspec.cache.store import (
-    BackgroundWriter,
-    CircuitBreaker,
-    Erasure,
-    MemoryStore,
-    NewEntry,
-    RecordReader,
-    Retention,
-    SQLiteStore,
-    decode,
-    encode,
-)
+from agentspec.cache.store import Erasure, MemoryStore, NewEntry, Retention, SQLiteStore
 from agentspec.cache.store.sqlite_file import APPLICATION_ID, SCHEMA_VERSION
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
-from tests.store.helpers import NS, damage_payload, entry_of, number_of, turn, wait_until
+from tests.store.helpers import NS
 
 
 def pragma(path: Path, name: str) -> object:
@@ -126,187 +114,9 @@ def test_a_folder_and_an_impossible_place(tmp_path: Path) -> None:
         SQLiteStore(tmp_path / "file" / "store.db")
 
 
-def test_a_damaged_record_costs_only_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "store.db"
-    store = SQLiteStore(path)
-    store.append(NS, [entry_of(turn("s", number)) for number in range(5)])
-    store.close()
-    for sequence in (2, 4):
-        damage_payload(path, sequence)
-    reader = RecordReader()
-    records = [record for _, record in reader.read(SQLiteStore(path), NS)]
-    assert [None if record is None else number_of(record) for record in records] == [0, None, 2, None, 4]
-    assert (reader.damaged, reader.unknown) == (2, 0)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "checksum" in caplog.text
-
-
-def test_a_record_under_another_session_is_not_used(tmp_path: Path) -> None:
-    store = SQLiteStore(tmp_path / "store.db")
-    store.append(NS, [NewEntry("mallory", encode(turn("alice", 1)))])
-    reader = RecordReader()
-    assert [record for _, record in reader.read(store, NS)] == [None]
-    assert reader.damaged == 1
-
-
-def test_a_file_damaged_in_its_structure_is_an_error_that_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = SQLiteStore(path)
-    store.append(NS, [NewEntry("s", bytes(3000))] * 100)
-    store.close()
-    content = bytearray(path.read_bytes())
-    content[4096:] = b"\xff" * (len(content) - 4096)
-    path.write_bytes(content)
-    with pytest.raises(StoreError, match=r"store\.db"):
-        list(SQLiteStore(path).read(NS))
-
-
 def everything(folder: Path) -> bytes:
     """All bytes of the database, its write-ahead log and its index."""
     return b"".join(file.read_bytes() for file in folder.iterdir())
-
-
-def test_nothing_is_written_to_a_file_that_was_removed_or_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = Path("store.db")
-    store = SQLiteStore(path)
-    monkeypatch.chdir("/")
-    store.append(NS, [NewEntry("s", b"1")])
-    path = tmp_path / path
-    moved = path.rename(tmp_path / "moved.db")
-    with pytest.raises(StoreUnavailableError, match=r"store\.db: No such file or directory$"):
-        store.append(NS, [NewEntry("s", b"2")])
-    moved.rename(path)
-    store.append(NS, [NewEntry("s", b"3")])
-    assert [entry.payload for entry in store.read(NS)] == [b"1", b"3"]
-    path.unlink()
-    SQLiteStore(path).close()
-    with pytest.raises(StoreUnavailableError, match="another file has taken its place; restart"):
-        store.append(NS, [NewEntry("s", b"4")])
-
-
-@pytest.mark.parametrize("names", [("-wal",), ("-shm",), ("-wal", "-shm")])
-def test_what_was_acknowledged_survives_the_removal_of_the_log_beside_the_file(
-    tmp_path: Path, names: tuple[str, ...]
-) -> None:
-    """SQLite would go on writing to the log that has no name, and a kill would lose all that is in it."""
-    path = tmp_path / "store.db"
-    with closing(SQLiteStore(path)) as store:
-        store.append(NS, [NewEntry("s", b"1")])
-        for name in names:
-            Path(f"{path}{name}").unlink()
-        for _ in range(2):
-            with pytest.raises(
-                StoreUnavailableError, match=rf"store\.db{names[0]} .*removed or replaced.*; restart all"
-            ):
-                store.append(NS, [NewEntry("s", b"2")])
-        assert [entry.payload for entry in store.read(NS)] == [b"1"]
-        left = tmp_path / "left.db"  # what is there after a kill
-        left.write_bytes(path.read_bytes())
-        if names == ("-shm",):
-            Path(f"{left}-wal").write_bytes(Path(f"{path}-wal").read_bytes())
-        with closing(SQLiteStore(left)) as after:
-            assert [entry.payload for entry in after.read(NS)] == [b"1"]
-    with closing(SQLiteStore(path)) as again:
-        again.append(NS, [NewEntry("s", b"3")])
-        assert [entry.payload for entry in again.read(NS)] == [b"1", b"3"]
-
-
-def test_a_log_that_another_process_made_anew_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    with closing(SQLiteStore(path)) as store:
-        store.append(NS, [NewEntry("s", b"1")])
-        before = path.read_bytes()
-        Path(f"{path}-wal").rename(tmp_path / "moved")
-        Path(f"{path}-wal").touch()
-        with pytest.raises(StoreUnavailableError, match=r"store\.db-wal beside it was removed or replaced"):
-            store.append(NS, [NewEntry("s", b"2")])
-        assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("fault", ["locked", "full"])
-def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    monkeypatch.setattr("agentspec.cache.store.sqlite_file._BUSY_SECONDS", 0.05)
-    path = tmp_path / "store.db"
-    with closing(SQLiteStore(path)) as store, closing(sqlite3.connect(path, isolation_level=None)) as other:
-        store.append(NS, [entry_of(turn("s", 0))])
-        assert store._writer is not None
-        if fault == "locked":
-            other.execute("BEGIN EXCLUSIVE")
-        else:
-            store._writer.execute("PRAGMA max_page_count = 1")  # SQLite says what it says on a full disk
-        writer = BackgroundWriter(store, breaker=CircuitBreaker(first_pause=0.05, max_pause=0.1))
-        for number in range(1, 40):
-            writer.put(NS, turn("s", number))
-        wait_until(lambda: writer.stats().state == "open")
-        assert len(list(store.read(NS))) == 1
-        if fault == "locked":
-            with pytest.raises(StoreUnavailableError, match="locked"):
-                store.erase_session(NS, "s")
-            other.execute("COMMIT")
-        else:
-            store._writer.execute("PRAGMA max_page_count = 1000000")
-        assert writer.flush(60)
-        assert [number_of(decode(entry.payload)) for entry in store.read(NS)] == list(range(40))
-        assert (writer.stats().refused, writer.stats().dropped) == (0, 0)
-        writer.close()
-
-
-def test_an_erasure_that_a_full_disk_keeps_in_the_log_is_an_error(tmp_path: Path) -> None:
-    """It waited two minutes for a process that reads old pages. There was none, and the text was in the log."""
-    path = tmp_path / "store.db"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with closing(SQLiteStore(path)) as store:
-        store.append(NS, [NewEntry("other", bytes(200_000))])
-        assert store.erase_session(NS, "none").complete  # the log is in the file
-        store.append(NS, [NewEntry("s", b"what was said" * 10), NewEntry("other", bytes(50_000))])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))  # the log has room, and the file none
-        try:
-            with pytest.raises(StoreUnavailableError, match=r"store\.db: disk I/O error"):
-                store.erase_session(NS, "s")
-            assert b"what was said" in Path(f"{path}-wal").read_bytes()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert store.erase_session(NS, "s").complete
-    assert b"what was said" not in path.read_bytes()
-
-
-def test_a_full_disk_is_named_where_not_even_the_memory_of_the_log_fits(tmp_path: Path) -> None:
-    """SQLite calls it an I/O error then, as if the disk were broken."""
-    path = tmp_path / "store.db"
-    SQLiteStore(path).close()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 1, hard))  # less than the 32 kB of that memory
-    try:
-        with pytest.raises(StoreUnavailableError, match=r"store\.db: database or disk is full"):
-            SQLiteStore(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    SQLiteStore(path).close()
-
-
-def test_the_secret_is_read_while_another_program_writes(tmp_path: Path) -> None:
-    """A server that starts then would take another one, and find none of the stored sessions."""
-    path = tmp_path / "store.db"
-    with closing(SQLiteStore(path)) as store:
-        secret = store.secret()
-    with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        with closing(SQLiteStore(path)) as store:
-            assert store.secret() == secret
-
-
-def test_nothing_is_written_to_a_file_that_was_emptied(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = SQLiteStore(path)
-    store.append(NS, [NewEntry("s", b"1")])
-    path.write_bytes(b"")
-    with pytest.raises(StoreUnavailableError, match="was emptied"):
-        store.append(NS, [NewEntry("s", b"2")])
 
 
 def test_an_erased_session_is_gone_from_the_files_bytes(tmp_path: Path) -> None:
