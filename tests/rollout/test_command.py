@@ -18,7 +18,7 @@ from agentspec.cli.app import main
 from agentspec.rollout import OfflineEngine
 from agentspec.rollout.plan import EpochFigures
 from agentspec.server_ext.vllm_adapter import offline
-from tests.rollout.test_generator import LLM, Engine
+from tests.rollout.stand_in_engine import LLM, Engine
 
 Refusal = Callable[..., str]
 

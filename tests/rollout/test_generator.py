@@ -1,15 +1,11 @@
 """The loop around the engine, with an engine that answers at once; the real one is in end_to_end/test_rollouts.py."""
 
 import asyncio
-import json
 import time
-from collections import deque
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from agentspec.errors import AgentSpecError
 from agentspec.rollout import (
@@ -24,106 +20,7 @@ from agentspec.rollout import (
 )
 from agentspec.server_ext.vllm_adapter import offline
 from agentspec.server_ext.vllm_adapter.offline import DRAFT_FIGURES, Sampling
-from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
-
-vllm = pytest.importorskip("vllm")
-
-
-class Engine:
-    """Answers ``batch`` requests a step with one token, and counts what it was asked."""
-
-    def __init__(self, batch: int = 2, fail_after: int | None = None, drafts: bool = False) -> None:
-        scheduler, model = SimpleNamespace(max_num_seqs=batch), SimpleNamespace(max_model_len=8)
-        model.get_vocab_size = lambda: 100
-        model.model, model.revision, model.dtype, model.quantization = "m", None, torch.float32, None
-        spec = SimpleNamespace(method="custom_class", model=PROPOSER_PATH) if drafts else None
-        self.vllm_config = SimpleNamespace(
-            scheduler_config=scheduler,
-            model_config=model,
-            speculative_config=spec,
-            cache_config=SimpleNamespace(cache_dtype="auto"),
-        )
-        self.told: list[tuple[int, tuple[str, ...]]] = []  # what the worker was told, after so many requests
-        self.resets: list[int] = []  # of the prefix cache, after so many requests
-        self.batch, self.fail_after = batch, fail_after
-        self.open: deque[str] = deque()
-        self.asked: list[tuple[str, Any]] = []
-        self.most_open = 0
-        self.engine_core = SimpleNamespace(shutdown=lambda: None)
-
-    def add_request(self, request_id: str, prompt: dict[str, list[int]], params: Any) -> None:
-        self.asked.append((request_id, params))
-        self.open.append(request_id)
-        self.most_open = max(self.most_open, len(self.open))
-
-    def step(self) -> list[Any]:
-        if self.fail_after is not None and len(self.asked) - len(self.open) >= self.fail_after:
-            raise RuntimeError("the engine died")
-        finished = [self.open.popleft() for _ in range(min(self.batch, len(self.open)))]
-        figures = SimpleNamespace(to_dict=lambda: {"num_accepted_draft_tokens": 1, "num_draft_tokens": 4})
-        completion = SimpleNamespace(
-            token_ids=[5, 6],
-            logprobs=[{5: SimpleNamespace(logprob=-0.5)}, {6: SimpleNamespace(logprob=-1)}],
-            text="five six",
-            finish_reason="stop",
-            spec_decode_metrics=figures,
-        )
-        return [SimpleNamespace(finished=True, request_id=name, outputs=[completion]) for name in finished]
-
-    def abort_request(self, request_ids: list[str]) -> None:
-        self.open = deque(name for name in self.open if name not in request_ids)
-
-
-class Tokenizer:
-    """One token a word; a chat's template joins its messages."""
-
-    max_token_id = 98
-
-    def encode(self, text: str) -> list[int]:
-        if not text.isprintable():
-            raise TypeError("no text")  # as tokenizers says of half a surrogate pair
-        return [len(word) for word in text.split()]
-
-    def decode(self, tokens: list[int]) -> str:
-        return " ".join(map(str, tokens))
-
-    def apply_chat_template(self, messages: list[dict[str, str]], tools: Any, **_: Any) -> list[int]:
-        if messages[-1]["role"] == "system":
-            raise ValueError("no user message")
-        names = [tool["name"] for tool in tools or ()]
-        return self.encode(" ".join([*names, *(message["content"] for message in messages)]))
-
-
-class LLM:
-    def __init__(self, engine: Engine) -> None:
-        self.llm_engine = engine
-
-    def get_tokenizer(self) -> Tokenizer:
-        return Tokenizer()
-
-    def reset_prefix_cache(self) -> bool:
-        self.llm_engine.resets.append(len(self.llm_engine.asked))
-        return True
-
-    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        if args[0] == "request":
-            return [None, {"drafted": 8, "accepted": 5} if args[1:] == ("r", None, True, None) else None]
-        self.llm_engine.told.append((len(self.llm_engine.asked), args))
-        return []
-
-
-PROBLEMS = [
-    Problem("a", "one two", {"answer": "five six"}),
-    Problem("b", [{"role": "user", "content": "x"}]),
-    Problem("c", [7, 8]),
-]
-
-
-def run(path: Path, plan: Plan, engine: Engine | None = None, **options: Any) -> tuple[list[Any], list[Sample]]:
-    with Journal(path) as journal:
-        samples = RolloutGenerator(OfflineEngine(LLM(engine or Engine())), journal, **options)
-        figures = list(samples.run(PROBLEMS, plan))
-        return figures, list(journal.samples())
+from tests.rollout.stand_in_engine import LLM, PROBLEMS, Engine, run
 
 
 def test_each_sample_is_written_once_with_what_a_trainer_needs(tmp_path: Path) -> None:
@@ -206,88 +103,6 @@ def test_other_prompts_than_before_are_told(tmp_path: Path, caplog: pytest.LogCa
         edited = [*PROBLEMS[1:], Problem("a", "one two three"), Problem("new", "one")]
         list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run(edited, Plan(samples=2)))
     assert "other prompts for 1 of these problems, such as 'a'" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (Plan(temperature=0.5), "temperature 1.0, and this rollout asks for 0.5;"),
-        (Plan(top_p=0.9), "top_p 1.0, and this rollout asks for 0.9;"),
-        (Plan(max_tokens=5), "max_tokens 1024, and this rollout asks for 5;"),
-        (Plan(stop=("\n",)), 'stop [], and this rollout asks for ["\\n"];'),
-    ],
-)
-def test_samples_of_another_distribution_are_not_mixed(tmp_path: Path, asked: Plan, said: str) -> None:
-    path = tmp_path / "r.jsonl"
-    run(path, Plan(samples=1))
-    before = path.read_bytes()
-    with pytest.raises(AgentSpecError, match="write to another file") as error:
-        run(path, asked)
-    assert said in str(error.value) and str(path) in str(error.value)
-    assert path.read_bytes() == before
-
-
-def test_samples_of_another_model_are_not_mixed(tmp_path: Path) -> None:
-    """A folder is the same however its path is written, and another where a link leads elsewhere meanwhile."""
-    folders = [tmp_path / "step-1", tmp_path / "step-2"]
-    for folder in folders:
-        folder.mkdir()
-    (tmp_path / "latest").symlink_to(folders[0])
-
-    def of(model: Path) -> Engine:
-        engine = Engine()
-        engine.vllm_config.model_config.model = str(model)
-        return engine
-
-    path = tmp_path / "r.jsonl"
-    run(path, Plan(samples=1), of(tmp_path / "latest"))
-    figures, _ = run(path, Plan(samples=2), of(tmp_path / "step-2" / ".." / "step-1"))
-    assert figures[0].finished == 3
-    (tmp_path / "latest").unlink()
-    (tmp_path / "latest").symlink_to(folders[1])
-    with pytest.raises(AgentSpecError, match=f'model "{folders[0]}", and this rollout asks for "{folders[1]}"'):
-        run(path, Plan(samples=3), of(tmp_path / "latest"))
-
-
-@pytest.mark.parametrize(
-    ("part", "name", "value", "said"),
-    [
-        ("model_config", "revision", "v2", 'revision null, and this rollout asks for "v2";'),
-        ("model_config", "dtype", torch.bfloat16, 'dtype "float32", and this rollout asks for "bfloat16";'),
-        ("model_config", "quantization", "fp8", 'quantization null, and this rollout asks for "fp8";'),
-        ("cache_config", "cache_dtype", "fp8", 'kv_cache_dtype "auto", and this rollout asks for "fp8";'),
-    ],
-)
-def test_samples_of_a_model_that_was_loaded_otherwise_are_not_mixed(
-    tmp_path: Path, part: str, name: str, value: object, said: str
-) -> None:
-    path = tmp_path / "r.jsonl"
-    run(path, Plan(samples=1))
-    engine = Engine()
-    setattr(getattr(engine.vllm_config, part), name, value)
-    with pytest.raises(AgentSpecError, match="write to another file") as error:
-        run(path, Plan(samples=2), engine)
-    assert said in str(error.value)
-
-
-def test_what_changes_no_distribution_is_free(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    run(path, Plan(samples=1, seed=1))
-    figures, samples = run(path, Plan(samples=2, epochs=2, seed=2), Engine(batch=8, drafts=True), max_waiting=1)
-    assert [one.finished for one in figures] == [3, 6] and len(samples) == 12
-
-
-def test_samples_of_an_earlier_release_are_gone_on_with(tmp_path: Path) -> None:
-    """They do not say how they were sampled. What is sampled behind them does."""
-    path = tmp_path / "r.jsonl"
-    run(path, Plan(samples=1))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert all(line.pop("sampling")["temperature"] == 1.0 for line in lines)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    figures, _ = run(path, Plan(samples=2, temperature=0.5))
-    assert figures[0].finished == 3
-    with pytest.raises(AgentSpecError, match=r"temperature 0\.5, and this rollout asks for 1\.0"):
-        run(path, Plan(samples=2))
 
 
 def test_an_error_leaves_no_request_in_the_engine(tmp_path: Path) -> None:

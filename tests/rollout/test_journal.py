@@ -1,15 +1,8 @@
 """The file of samples: each exactly once, whatever happens to the process that writes it."""
 
-import errno
-import fcntl
 import json
 import math
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -18,34 +11,9 @@ import pytest
 
 from agentspec.errors import AgentSpecError, InvalidInputError
 from agentspec.rollout import Journal, Key, Sample
-
-WRITER = """
-import sys
-from pathlib import Path
-from agentspec.rollout import Journal, Key, Sample
-with Journal(Path(sys.argv[1])) as journal:
-    print(len(journal), flush=True)
-    for number in range(100_000):
-        if Key("p", 0, number) not in journal:
-            journal.write(Sample("p", 0, number, [1] * 50, [2] * 500, [-0.5] * 500, "text \\u00e9" * 100))
-"""
-
-FORKING_WRITER = """
-import os, sys, time
-from pathlib import Path
-from agentspec.rollout import Journal
-with Journal(Path(sys.argv[1])):
-    if not os.fork():
-        print(os.getpid(), flush=True)
-    time.sleep(60)
-"""
-
+from tests.rollout.samples import sample
 
 SAMPLED = {"sample": 0, "prompt_ids": [], "completion_ids": [], "logprobs": [], "text": ""}
-
-
-def sample(number: int = 0, epoch: int = 0, **changes: object) -> Sample:
-    return Sample("p", epoch, number, [1, 2], [3, 4], [-0.1, -0.2], "text", **changes)  # type: ignore[arg-type]
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -238,167 +206,6 @@ def test_numbers_that_json_lacks_are_written_as_null(tmp_path: Path) -> None:
     assert read.fields == {"price": None, "tests": [{"limit": None}, [None, 1.5]], "answer": "NaN"}
 
 
-def test_two_rollouts_do_not_share_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    with Journal(path), pytest.raises(AgentSpecError, match="another rollout writes it"):
-        Journal(path)
-    Journal(path).close()
-
-
-def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lock of a file that is no longer there would keep nobody out, and its samples would be lost."""
-    path = tmp_path / "rollouts.jsonl"
-    first = Journal(path)
-    first.write(sample(0))
-    lock = fcntl.flock
-    opened: list[int] = []
-
-    def late(file: int, how: int) -> None:
-        if not opened:
-            opened.append(file)
-            first.replace({Key("p", 0, 0): sample(0, reward=0.5)})
-            first.close()
-        lock(file, how)
-
-    monkeypatch.setattr("fcntl.flock", late)
-    with Journal(path) as journal:
-        assert journal.reward(Key("p", 0, 0)) == 0.5
-        journal.write(sample(1))
-        with pytest.raises(AgentSpecError, match="another rollout writes it"):
-            Journal(path)
-    assert len(path.read_text().splitlines()) == 2
-
-
-def test_a_file_is_locked_throughout_its_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    close, refused = os.close, []
-
-    def closed(file: int) -> None:
-        close(file)
-        monkeypatch.setattr(os, "close", close)
-        with pytest.raises(AgentSpecError, match="another rollout writes it"):
-            Journal(path)
-        refused.append(file)
-
-    with Journal(path) as journal:
-        journal.write(sample(0))
-        monkeypatch.setattr(os, "close", closed)
-        journal.replace({Key("p", 0, 0): sample(0, reward=0.5)})
-        assert refused
-
-
-def test_a_full_disk_leaves_the_file_as_it_was_and_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "rollouts.jsonl"
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with Journal(path) as journal:
-        journal.write(sample(0))
-        whole = path.read_bytes()
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="the disk is full") as error:
-            journal.replace({Key("p", 0, 0): sample(0, reward=0.5)})
-        assert error.value.filename == str(path)
-        assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == whole
-        assert journal.reward(Key("p", 0, 0)) is None
-        monkeypatch.undo()
-        journal.write(sample(1))
-        journal.replace({Key("p", 0, 0): sample(0, reward=0.5)})
-        assert list(journal.samples()) == [sample(0, reward=0.5), sample(1)]
-
-
-def test_a_process_that_was_forked_off_and_survives_a_kill_does_not_hold_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    writer = subprocess.Popen([sys.executable, "-c", FORKING_WRITER, str(path)], stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    forked = int(writer.stdout.readline())
-    try:
-        writer.kill()
-        writer.wait()
-        with Journal(path) as journal:
-            assert len(journal) == 0
-    finally:
-        os.kill(forked, signal.SIGKILL)
-        writer.stdout.close()
-
-
-def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")  # as Lustre says, where it is mounted so
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    with Journal(tmp_path / "rollouts.jsonl") as journal:
-        journal.write(sample())
-
-
-def test_kill_9_loses_no_finished_sample_and_repeats_none(tmp_path: Path) -> None:
-    path, random_ = tmp_path / "rollouts.jsonl", random.Random(5)
-    before = 0
-    for _ in range(5):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        resumed = int(writer.stdout.readline())
-        assert resumed >= before
-        before = resumed
-        size = path.stat().st_size
-        while path.stat().st_size < size + 10_000:  # a few samples more, however busy the machine
-            time.sleep(0.001)
-        time.sleep(0.1 * random_.random())
-        writer.kill()
-        writer.wait()
-        writer.stdout.close()
-    with Journal(path) as journal:
-        keys = [one.key for one in journal.samples()]
-    assert len(keys) > 5 and keys == [Key("p", 0, number) for number in range(len(keys))]
-
-
-def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    with Journal(path) as journal:
-        journal.write(sample(0))
-        whole, write, room = path.read_bytes(), os.write, 20
-
-        def full(file: int, data: bytes) -> int:
-            """Write what there is room for, and raise an error when there is none, as a file system does."""
-            nonlocal room
-            written = write(file, data[:room])
-            room -= written
-            if not written:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return written
-
-        monkeypatch.setattr(os, "write", full)
-        with pytest.raises(OSError, match="No space left on device") as error:
-            journal.write(sample(1))
-        assert error.value.filename == str(path)  # by which the program knows an error of the user's
-        monkeypatch.undo()
-        assert path.read_bytes() == whole
-        journal.write(sample(1))
-        assert len(list(journal.samples())) == 2
-
-
-def test_a_write_that_is_interrupted_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    with Journal(path) as journal:
-        journal.write(sample(0))
-        whole, write = path.read_bytes(), os.write
-
-        def interrupted(file: int, data: bytes) -> int:
-            if len(data) < 20:
-                raise KeyboardInterrupt
-            return write(file, data[:-10])
-
-        monkeypatch.setattr(os, "write", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            journal.write(sample(1))
-        assert path.read_bytes() == whole and sample(1).key not in journal
-
-
 def test_the_first_samples_say_what_the_file_is_of(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
@@ -416,43 +223,6 @@ def test_the_first_samples_say_what_the_file_is_of(tmp_path: Path) -> None:
             assert (sample(1).key in journal.without_reward()) == (reward is None)
             journal.replace({sample(1).key: sample(1, reward=0.0, sampling={"model": "a", "temperature": 1.0})})
             assert journal.without_reward() == {sample(0).key, sample(2).key}
-
-
-def test_a_limit_of_the_files_size_is_no_full_disk(tmp_path: Path) -> None:
-    """`ulimit -f` cuts the line that reaches it, as a full disk does."""
-    program = """
-import resource, sys
-from pathlib import Path
-from agentspec.rollout import Journal, Sample
-
-with Journal(Path(sys.argv[1])) as journal:
-    journal.write(Sample("p", 0, 0, [1], [2], [0.0], "x"))
-    size = Path(sys.argv[1]).stat().st_size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, size + 20))
-    try:
-        journal.write(Sample("p", 0, 1, [1], [2], [0.0], "x"))
-    except OSError as error:
-        print(error.strerror)
-"""
-    path = tmp_path / "rollouts.jsonl"
-    printed = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
-    assert printed.stdout == "File too large; the sample ('p', 0, 1) was not written\n"
-    assert [json.loads(line)["sample"] for line in path.read_text().splitlines()] == [0]
-
-
-def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a quota that is used up, or a disk that was full before this line. The program printed a traceback."""
-    path = tmp_path / "rollouts.jsonl"
-
-    def write(*_: object) -> int:
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    with Journal(path) as journal:
-        monkeypatch.setattr(os, "write", write)
-        with pytest.raises(OSError, match=r"Disk quota exceeded; the sample \('p', 0, 1\) was not written") as error:
-            journal.write(sample(1))
-        assert (error.value.filename, error.value.errno) == (str(path), errno.EDQUOT)
-        assert path.read_bytes() == b"" and len(journal) == 0
 
 
 def test_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
