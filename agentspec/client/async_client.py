@@ -320,10 +320,6 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         """Call a function that blocks and changes the session. A task that is cancelled first waits for its end."""
         return await self._client._threads.run_to_end(function, *arguments)
 
-    def _forget(self) -> None:
-        self._conversation.forget()
-        self._client._forecaster.forget([self.id, *self._conversation.helpers])
-
     async def _check(self) -> None:
         await self._wait(self._conversation.check)
 

@@ -238,6 +238,11 @@ class SessionBase:
         self._client._refuse_if_unusable()
         self._conversation.add(messages, answered=answered)
 
+    def _forget(self) -> None:
+        """Erase what this process and its store hold of the session. May block. Raises StoreError."""
+        self._conversation.forget()
+        self._client._forecaster.forget([self.id, *self._conversation.helpers])
+
     def _refuse_if_unreadable(self) -> None:
         """Raise AgentSpecError in a forked process, and if the session is to be read after its client was closed."""
         if self._conversation.loaded:

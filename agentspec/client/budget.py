@@ -249,11 +249,6 @@ class Account:
         """Return why a loop whose call failed ends."""
         return "seconds" if self.seconds_left == 0.0 else "error"
 
-    @property
-    def closed(self) -> bool:
-        """Return whether the loop has ended, so that no call may begin."""
-        return self._closed
-
     def close(self) -> None:
         """Let no further call begin, not even in threads that outlive their loop."""
         self._closed = True

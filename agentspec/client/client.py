@@ -309,8 +309,7 @@ class Session(SessionBase, Loops):
         with self._conversation.reserved():
             with remedies_noted(self._client.openai):
                 self._client._erase(self._conversation, cache_salts)
-            self._conversation.forget()
-            self._client._forecaster.forget([self.id, *self._conversation.helpers])
+            self._forget()
 
     def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
         """Let the server draft for this session from texts that were not said there. Return how many were new to it.
