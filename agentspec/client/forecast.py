@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import zlib
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -68,7 +68,7 @@ class _SessionFigures:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: Counter[str] = field(default_factory=Counter)
     measured: Speculation | None = None
     measured_calls: int = 0
     seen: int = 0
@@ -77,10 +77,11 @@ class _SessionFigures:
     def add(self, found: Figures) -> None:
         """Add the figures of a replayed call."""
         self.calls += 1
-        for name in ("tokens", "steps", "drafted", "accepted"):
-            setattr(self, name, getattr(self, name) + getattr(found, name))
-        for source, count in found.accepted_by_source.items():
-            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + count
+        self.tokens += found.tokens
+        self.steps += found.steps
+        self.drafted += found.drafted
+        self.accepted += found.accepted
+        self.accepted_by_source.update(found.accepted_by_source)
 
     def add_measured(self, speculation: Speculation) -> None:
         """Add a server's own figures of a call."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -77,14 +78,16 @@ def total_speculation(parts: Sequence[Speculation]) -> Speculation:
     sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
     return Speculation(
         **sums,
-        accepted_by_source=_total([part.accepted_by_source for part in parts]),
-        drafted_by_source=_total([part.drafted_by_source for part in parts]),
+        accepted_by_source=_total(part.accepted_by_source for part in parts),
+        drafted_by_source=_total(part.drafted_by_source for part in parts),
     )
 
 
-def _total(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(part.get(name, 0) for part in parts) for name in names}
+def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total = Counter[str]()
+    for part in parts:
+        total.update(part)
+    return dict(total)
 
 
 def _read_step(step: Any) -> DecodeStep:
@@ -269,6 +272,24 @@ class StreamedAnswer:
             )
         if self._finish_reason is None:
             raise AgentSpecError("the server ended the stream before the answer was complete; try the call again")
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": self._finish_reason,
+            "message": self._message(),
+            "logprobs": {"content": None, "refusal": None, **self._logprobs} if self._logprobs else None,
+        }
+        if self._token_ids:
+            choice["token_ids"] = self._token_ids
+        fields: dict[str, Any] = {
+            **self._first.to_dict(warnings=False),  # of parts where OpenAI's API has a text
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": self._usage.to_dict() if self._usage else None,
+            FIGURES: self._figures,
+        }
+        return ChatCompletion.model_construct(**fields)  # construct without validation, as the OpenAI client does
+
+    def _message(self) -> dict[str, Any]:
         texts = {name: "".join(parts) for name, parts in self._texts.items()}
         message: dict[str, Any] = {
             **texts,
@@ -290,19 +311,4 @@ class StreamedAnswer:
                 "name": next((part.name for part in self._function_call if part.name), ""),
                 "arguments": "".join(part.arguments or "" for part in self._function_call),
             }
-        choice: dict[str, Any] = {
-            "index": 0,
-            "finish_reason": self._finish_reason,
-            "message": message,
-            "logprobs": {"content": None, "refusal": None, **self._logprobs} if self._logprobs else None,
-        }
-        if self._token_ids:
-            choice["token_ids"] = self._token_ids
-        fields: dict[str, Any] = {
-            **self._first.to_dict(warnings=False),  # of parts where OpenAI's API has a text
-            "object": "chat.completion",
-            "choices": [choice],
-            "usage": self._usage.to_dict() if self._usage else None,
-            FIGURES: self._figures,
-        }
-        return ChatCompletion.model_construct(**fields)  # construct without validation, as the OpenAI client does
+        return message
