@@ -204,7 +204,7 @@ def _redis_place(url: str) -> tuple[RedisAddress, str, int]:
     user, _, place = parts.netloc.rpartition("@")
     name, _, password = user.partition(":")
     form, options, path = _REDIS[scheme], _redis_options(url, scheme, parts), parts.path.strip("/")
-    service, socket, database = "", None, path
+    socket, service, database = None, "", path
     if scheme == "unix":
         if not path or place:
             raise _refused(url, "three slashes and the path of a socket are needed")
@@ -213,11 +213,7 @@ def _redis_place(url: str) -> tuple[RedisAddress, str, int]:
         service, _, database = path.partition("/")
         if not service:
             raise _refused(url, "the name that Sentinel has for the server is needed behind the hosts: /mymaster/0")
-    database = database or "0"
-    if not (database.isascii() and database.isdigit()):
-        raise _refused(url, f"the database is a number, such as 0, not {database!r}")
-    if form == "cluster" and int(database) != 0:
-        raise _refused(url, "a Cluster has database 0 only")
+    number = _database(url, database or "0", form)
     prefix, shards = options.pop("prefix", "agentspec"), options.pop("shards", "1")
     if not _PREFIX.fullmatch(prefix):
         raise _refused(url, "prefix takes 1 to 64 letters, digits and . _ : -")
@@ -229,7 +225,7 @@ def _redis_place(url: str) -> tuple[RedisAddress, str, int]:
         nodes=() if scheme == "unix" else _nodes(url, place, _PORTS[form], several=form != "server"),
         path=socket,
         service=unquote(service),
-        database=int(database),
+        database=number,
         username=unquote(name) or os.environ.get("AGENTSPEC_REDIS_USERNAME") or None,
         password=unquote(password) or os.environ.get("AGENTSPEC_REDIS_PASSWORD") or None,
         sentinel_username=os.environ.get("AGENTSPEC_SENTINEL_USERNAME") or None,
@@ -237,6 +233,14 @@ def _redis_place(url: str) -> tuple[RedisAddress, str, int]:
         tls=options if scheme.startswith("rediss") else None,
     )
     return address, prefix, int(shards)
+
+
+def _database(url: str, database: str, form: RedisForm) -> int:
+    if not (database.isascii() and database.isdigit()):
+        raise _refused(url, f"the database is a number, such as 0, not {database!r}")
+    if form == "cluster" and int(database) != 0:
+        raise _refused(url, "a Cluster has database 0 only")
+    return int(database)
 
 
 def _check_characters(url: str) -> None:
