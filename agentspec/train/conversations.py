@@ -8,6 +8,7 @@ import numpy as np
 from agentspec.cache.store import RecordReader, Store, TurnRecord
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.cache.types import Int32Array
+from agentspec.identifiers import to_path
 from agentspec.simulate import open_tokenizer, read_calls
 
 
@@ -91,7 +92,9 @@ def from_records(path: Path, tokenizer: str | None) -> list[Conversation]:
     encode = None if tokenizer is None else open_tokenizer(tokenizer, "data.sources: tokenizer")
     joiner = Joiner()
     for call in read_calls(path, tokenizer=encode):
-        joiner.add(call.session if call.tenant is None else f"{call.tenant}/{call.session}", call.prompt, call.response)
+        # A tenant's name may hold a "/" itself.
+        name = call.session if call.tenant is None else f"{to_path(call.tenant)}/{call.session}"
+        joiner.add(name, call.prompt, call.response)
     return joiner.conversations()
 
 

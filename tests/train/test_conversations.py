@@ -56,6 +56,14 @@ def test_records_of_tenants_stay_apart(tmp_path: Path) -> None:
     assert shown(from_records(file, None)) == [("x/a", [1, 2, 3], ((1, 3),)), ("y/a", [1, 2, 3], ((1, 3),))]
 
 
+def test_a_slash_in_the_name_of_a_tenant_makes_it_no_other_one(tmp_path: Path) -> None:
+    file = tmp_path / "calls.jsonl"
+    first = {"tenant": "x/y", "session": "a", "prompt_token_ids": [1], "response_token_ids": [2, 3]}
+    second = {"tenant": "x", "session": "y/a", "prompt_token_ids": [1, 2, 3], "response_token_ids": [4, 5]}
+    file.write_text("".join(json.dumps(call) + "\n" for call in (first, second)))
+    assert [each.tokens.tolist() for each in from_records(file, None)] == [[1, 2, 3], [1, 2, 3, 4, 5]]
+
+
 class Log:
     """A store that is written as the engine writes it."""
 
