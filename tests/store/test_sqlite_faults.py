@@ -1,5 +1,6 @@
 """What a damaged, removed, locked or full SQLite file costs."""
 
+import os
 import resource
 import sqlite3
 from contextlib import closing
@@ -7,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.cache.store import BackgroundWriter, CircuitBreaker, NewEntry, RecordReader, SQLiteStore, decode, encode
+from agentspec.cache.store import (
+    BackgroundWriter,
+    CircuitBreaker,
+    NewEntry,
+    RecordReader,
+    Retention,
+    SQLiteStore,
+    decode,
+    encode,
+)
+from agentspec.cache.store.sqlite_file import PAGE_SIZE
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, damage_payload, entry_of, number_of, turn, wait_until
 
@@ -188,3 +199,34 @@ def test_nothing_is_written_to_a_file_that_was_emptied(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(StoreUnavailableError, match="was emptied"):
         store.append(NS, [NewEntry("s", b"2")])
+
+
+@pytest.mark.parametrize("left", [10, PAGE_SIZE, 40 * PAGE_SIZE])
+def test_nothing_is_written_to_a_file_that_was_cut_short(tmp_path: Path, left: int) -> None:
+    """SQLite took the turns, as long as it had the pages that it needs in memory, and made holes of what was lost."""
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        store.append(NS, [NewEntry(f"s{number}", bytes(5000)) for number in range(20)])
+    whole = path.read_bytes()
+    assert len(whole) > 80 * PAGE_SIZE
+    with closing(SQLiteStore(path)) as store:
+        os.truncate(path, left)
+        with pytest.raises(StoreUnavailableError, match=r"store\.db: it was cut short while in use"):
+            store.append(NS, [NewEntry("s", b"1")])
+        with path.open("r+b") as file:  # put back as it was
+            file.write(whole)
+        store.append(NS, [NewEntry("s", b"2")])
+        assert [entry.payload for entry in store.read(NS, session="s")] == [b"2"]
+
+
+def test_a_file_that_another_process_has_trimmed_is_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store, closing(SQLiteStore(path)) as other:
+        for number in range(600):
+            store.append(NS, [NewEntry(f"s{number}", bytes(8000))])
+        size = path.stat().st_size
+        while other.trim(Retention(bytes=1 << 16)).more:
+            pass
+        assert path.stat().st_size < size / 4
+        store.append(NS, [NewEntry("s", b"1")])
+        assert [entry.payload for entry in store.read(NS, session="s")] == [b"1"]

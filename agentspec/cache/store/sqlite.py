@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentspec.cache.store.base import (
@@ -50,10 +50,14 @@ from agentspec.cache.store.sqlite_file import (
     BESIDE,
     FRONT,
     PAGE_SIZE,
+    FileId,
+    check_length,
     connect,
     create_schema,
     empty_log,
     enter_wal,
+    file_at,
+    files_beside,
     pragma,
     prepare_file,
     store_errors,
@@ -63,7 +67,6 @@ from agentspec.errors import StoreError, StoreUnavailableError
 
 _ROWS = 64  # entries that a read fetches at once
 _FREE_PAGES = 256  # left in the file for the next records
-_FileId = tuple[int, int]
 _POLL_SECONDS = 0.01  # between two looks at whether anybody wrote
 
 
@@ -311,8 +314,8 @@ class SQLiteStore(_Database):
                 enter_wal(writer)
                 empty_log(writer)  # a process that was killed while it erased may have left text in it
                 super().__init__(str(path), writer, connect(str(path)))
-                self._path, self._file = path.absolute(), _file_at(path)
-                self._beside = _files_beside(self._path)
+                self._path, self._beside = path.absolute(), files_beside(path.absolute())
+                self._file, self._size = file_at(path)
             except BaseException:
                 writer.close()
                 raise
@@ -320,13 +323,18 @@ class SQLiteStore(_Database):
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
         with super()._write() as connection:
-            if _file_at(self._path) != self._file:  # SQLite would write to a file that has no name and is lost at close
+            file, size = file_at(self._path)
+            if file != self._file:  # SQLite would write to a file that has no name and is lost at close
                 raise StoreUnavailableError(f"{self._path}: another file has taken its place; restart to use that one")
-            if (beside := _files_beside(self._path)) != self._beside:
+            if size < self._size:
+                check_length(self._path, size)
+            if (beside := files_beside(self._path)) != self._beside:
                 self._give_up_log(connection, beside)
             yield connection
+            with suppress(OSError):
+                self._size = self._path.stat().st_size
 
-    def _give_up_log(self, connection: sqlite3.Connection, beside: tuple[_FileId | None, ...]) -> None:
+    def _give_up_log(self, connection: sqlite3.Connection, beside: tuple[FileId | None, ...]) -> None:
         """Save what the write-ahead log holds, and raise StoreUnavailableError: it has no name, and a kill loses it.
 
         Where another process has made new files, moving the log into the file could damage what that one writes.
@@ -363,28 +371,3 @@ class MemoryStore(_Database):
         while trim_slice(connection, retention):
             pass
         self.held_bytes = pragma(connection, "page_count") * PAGE_SIZE
-
-
-def _files_beside(path: Path) -> tuple[_FileId | None, ...]:
-    """Return the device and inode of each file that SQLite keeps beside a database; None for one without a name."""
-    found: list[_FileId | None] = []
-    for suffix in BESIDE:
-        try:
-            status = path.with_name(f"{path.name}{suffix}").stat()
-        except FileNotFoundError:
-            found.append(None)
-        else:
-            found.append((status.st_dev, status.st_ino))
-    return tuple(found)
-
-
-def _file_at(path: Path) -> _FileId:
-    """Return a file's device and inode, which tell it from a later file of its name.
-
-    Raises OSError without a file, and StoreUnavailableError for one without a byte: its pages are gone, so what SQLite
-    would write there is worth nothing.
-    """
-    found = path.stat()
-    if found.st_size == 0:
-        raise StoreUnavailableError(f"{path}: it was emptied while in use; stop all that use it, and remove it")
-    return found.st_dev, found.st_ino
