@@ -63,6 +63,12 @@ def test_a_name_that_is_not_utf_8_is_read_as_latin_1() -> None:
     assert identify(tagger().tag({}, Presented([(b"x-session-id", b"s\xe9")]), session_id="s\xe9")).session_name == "sé"
 
 
+def test_the_first_of_two_headers_counts_as_with_vllm() -> None:
+    for values, name in (((b"one", b"two"), "one"), ((b"", b"two"), None)):
+        presented = Presented([(b"x-session-id", value) for value in values])
+        assert identify(tagger().tag({}, presented)).session_name == name
+
+
 @pytest.mark.parametrize("headers", CHILDREN)
 def test_a_child_agent_names_its_parent(headers: dict[str, str]) -> None:
     found = request(headers)

@@ -121,8 +121,12 @@ class TestGateway:
         presented = sent(*(("X-Tenant", value) for value in values))
         assert callers(tenant_header="X-Tenant").caller_of(presented) == Caller(NOBODY)
 
-    def test_without_http_nobody_said_who_it_is(self) -> None:
-        assert callers(principal_header="X-Principal").caller_of(None).principal == NOBODY
+    @pytest.mark.parametrize("setting", ["principal_header", "tenant_header", "api_keys_file"])
+    def test_without_http_nobody_said_who_it_is(self, setting: str, tmp_path: Path) -> None:
+        keys = tmp_path / "keys"
+        keys.write_text("")
+        found = callers(tenant="acme", **{setting: str(keys) if setting == "api_keys_file" else "X-Name"})
+        assert found.caller_of(None) == Caller(NOBODY, "acme")
 
     @pytest.mark.parametrize("name", ["", "X Principal", "x:y", "x\n"])
     def test_an_impossible_header_name_is_refused(self, name: str) -> None:
@@ -231,6 +235,14 @@ class TestApiKeysFile:
         now[0] += 1.1
         assert found.caller_of(sent(key="ada")) == Caller(None, None)
 
+    def test_a_file_that_is_empty_at_the_start_names_no_key(self, path: Path) -> None:
+        path.write_bytes(b"")
+        assert not ApiKeysFile(path).has("ada")
+
+    def test_a_folder_of_a_user_who_does_not_exist_is_a_wrong_setting(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"api_keys_file ~no-such-user/keys: .*; write the path out"):
+            ApiKeysFile("~no-such-user/keys")
+
     def test_a_file_that_may_be_read_at_last_is_read(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """New permissions leave its time and size as they are. Keys that it no longer named stayed in force."""
         now = [1000.0]
@@ -319,6 +331,7 @@ class TestSecrets:
         for presented in (None, sent(), sent(key="0123456789abcde"), sent(("X-Admin", "0123456789abcdef"))):
             assert not shows_admin_key(presented, environ)
         assert not shows_admin_key(sent(key=""), {}) and not shows_admin_key(sent(), {"AGENTSPEC_ADMIN_KEY": ""})
+        assert not shows_admin_key(sent(key="0123456789abcdef"), {})
 
     def test_no_secret_is_in_the_settings_that_vllm_prints(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AGENTSPEC_SECRET", "0123456789abcdef")

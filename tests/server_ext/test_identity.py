@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from agentspec.cache import Scope
-from agentspec.identifiers import check_ids
+from agentspec.identifiers import MAX_ID_LENGTH, check_ids
 from agentspec.server_ext.identity import (
     BATCH_KEY,
     CALL_KEY,
@@ -146,6 +146,12 @@ class TestTagging:
             honest, forged = (tagger().tag(extra, presented) for extra in ({}, {key: "forged"}))
             assert forged == honest
 
+    def test_what_a_call_shows_reaches_the_engine(self) -> None:
+        headers = [(b"x-agentspec-figures", b"detailed")]
+        shown = Presented(headers, prediction=(1, 2), quotable=b"1234", batch=True, call="this call")
+        expected = {PREDICTION_KEY: [1, 2], QUOTABLE_KEY: b"1234", BATCH_KEY: True, CALL_KEY: "this call"}
+        assert tagger().tag({}, shown).items() >= (expected | {DETAIL_KEY: True}).items()
+
     def test_a_caller_without_a_key_among_keys_shares_nothing(self) -> None:
         for tenant in (None, "acme"):
             found = request(key="", tenant=tenant)
@@ -190,10 +196,17 @@ class TestWithoutATenant:
         assert one == again and one.session == two.session == plain.session
         assert len({one.tenant, two.tenant, plain.tenant}) == 3
 
+    def test_callers_of_one_adapter_are_still_tenants_of_their_own(self) -> None:
+        """Or else they would draft from each other's text."""
+        callers = (*KEYS_AND_SALTS, (None, None), (None, "salt"))
+        found = [request(key=key, salt=salt, adapter="one") for key, salt in callers]
+        assert len({identity.tenant for identity in found}) == len(callers)
+        assert found[3].tenant is not None and found[3].tenant.endswith("/")  # as the tenants that stores have
+
     @pytest.mark.parametrize("key", ["ada", None])
     def test_salts_and_adapters_count_for_their_caller_when_memory_is_scarce(self, key: str | None) -> None:
         some = [request(key=key), request(key=key, salt="one"), request(key=key, salt="two", adapter="x")]
-        assert len({(identity.owner, identity.tenant_owner) for identity in some}) == 1
+        assert len({(identity.owner, identity.tenant_owner) for identity in some}) == 1 and some[0].owner
         assert len({identity.tenant for identity in some}) == 3
         other = request(key="bob")
         assert other.owner != some[0].owner and other.tenant_owner != some[0].tenant_owner
@@ -235,6 +248,13 @@ class TestWithATenant:
         tenants = {request(tenant=name, salt="x").tenant for name in ("x" * 256, "x" * 255 + "y")}
         assert len(tenants) == 2
         for tenant in tenants:
+            check_ids(tenant=tenant)
+
+    def test_a_name_that_fits_is_shown_in_it(self) -> None:
+        fits = "x" * (MAX_ID_LENGTH - 33)
+        for name, shown in ((fits, True), (f"{fits}x", False)):
+            tenant = request(tenant=name, salt="x").tenant
+            assert tenant is not None and tenant.endswith(f"/{name}") is shown
             check_ids(tenant=tenant)
 
 

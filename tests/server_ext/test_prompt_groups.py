@@ -61,15 +61,16 @@ def test_a_later_turn_joins_the_longest_prompt_that_it_continues() -> None:
 def test_a_prompt_that_returns_is_remembered_and_others_are_forgotten() -> None:
     groups = PromptGroups(max_bytes=10_000)
     for seed in range(1, 100):
-        groups.group_of(ANY, prompt(0))
+        assert (groups.group_of(ANY, prompt(0)) is not None) == (seed > 1)
         assert groups.group_of(ANY, prompt(seed)) is None
     assert groups.group_of(ANY, prompt(0)) is not None and groups.group_of(ANY, prompt(1)) is None
 
 
-def test_later_turns_are_known_by_the_lengths_that_were_used_last() -> None:
+@pytest.mark.parametrize("end", [357, 400])  # with one length too many, and with several
+def test_later_turns_are_known_by_the_lengths_that_were_used_last(end: int) -> None:
     """There are 256 of them, because a prompt is looked up once for each."""
     groups = PromptGroups(1_000_000)
-    for length in range(101, 400):
+    for length in range(101, end):
         groups.group_of(ANY, prompt(0, 100))
         groups.group_of(ANY, prompt(length, length))
     kept, forgotten = (np.concatenate([prompt(seed, length), [5, 6]]) for seed, length in ((0, 100), (101, 101)))
