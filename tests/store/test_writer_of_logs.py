@@ -10,7 +10,7 @@ import pytest
 from agentspec.cache.store import BackgroundWriter, NewEntry, decode
 from agentspec.cache.store.waiting_records import WaitingRecords
 from agentspec.errors import StoreError, StoreUnavailableError
-from tests.store.helpers import FlakyStore, number_of, turn, unwritable, wait_until
+from tests.store.helpers import NS, FlakyStore, number_of, turn, unwritable, wait_until
 
 from .flaky import quick, refuse, store
 
@@ -369,3 +369,26 @@ def test_a_batch_is_sent_again_as_it_was_even_if_another_part_came_back_meanwhil
     for number in range(4, 8):
         records.put("log", turn("s", number))
     assert len(records.take_batch()) == 2
+
+
+def test_a_session_is_in_flight_while_a_record_of_it_is_and_no_longer() -> None:
+    """Forgetting waits for this, so that no record comes behind the tombstone of its session."""
+    waiting = WaitingRecords(1 << 20, 10, 1)
+    for number, session in enumerate(("one", "two")):
+        waiting.put(NS, turn(session, number))
+    for session in ("one", "two"):
+        batch = waiting.take_batch()
+        assert [name for name in ("one", "two") if waiting.is_in_flight(name)] == [session]
+        waiting.note_written(batch, 1)
+        assert not waiting.is_in_flight(session)
+
+
+def test_a_batch_ends_with_the_record_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else large records would not be sent within a socket timeout, and the store would count as away."""
+    waiting = WaitingRecords(1 << 20, 10, 10)
+    for number in range(5):
+        waiting.put(NS, turn("s", number))
+    size = turn("s", 0).size
+    monkeypatch.setattr("agentspec.cache.store.waiting_records._BATCH_BYTES", 2 * size)
+    batch = waiting.take_batch()
+    assert [number_of(item.record) for item in batch] == [0, 1] and waiting.queued == 3
