@@ -125,7 +125,7 @@ class TestGateway:
     def test_without_http_nobody_said_who_it_is(self, setting: str, tmp_path: Path) -> None:
         keys = tmp_path / "keys"
         keys.write_text("")
-        found = callers(tenant="acme", **{setting: str(keys) if setting == "api_keys_file" else "X-Name"})
+        found = callers(SECRET, tenant="acme", **{setting: str(keys) if setting == "api_keys_file" else "X-Name"})
         assert found.caller_of(None) == Caller(NOBODY, "acme")
 
     @pytest.mark.parametrize("name", ["", "X Principal", "x:y", "x\n"])
