@@ -11,9 +11,12 @@ import pytest
 
 from agentspec.errors import AgentSpecError, InvalidInputError
 from agentspec.rollout import Journal, Key, Sample
-from tests.rollout.samples import sample
 
 SAMPLED = {"sample": 0, "prompt_ids": [], "completion_ids": [], "logprobs": [], "text": ""}
+
+
+def sample(number: int = 0, epoch: int = 0, **changes: object) -> Sample:
+    return Sample("p", epoch, number, [1, 2], [3, 4], [-0.1, -0.2], "text", **changes)  # type: ignore[arg-type]
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

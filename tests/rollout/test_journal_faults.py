@@ -15,7 +15,7 @@ import pytest
 
 from agentspec.errors import AgentSpecError
 from agentspec.rollout import Journal, Key
-from tests.rollout.samples import sample
+from tests.rollout.test_journal import sample
 
 WRITER = """
 import sys
