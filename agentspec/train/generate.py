@@ -16,14 +16,14 @@ _TOGETHER = 64
 """Prompts that vLLM answers between two writes to the file."""
 
 
-def answer_prompts(
-    source: PromptsSource, model: Model, seed: int, out: Path, progress: Callable[[int, int], None]
-) -> None:
+def answer_prompts(source: PromptsSource, model: Model, out: Path, progress: Callable[[int, int], None]) -> None:
     """Write an answer to every prompt into ``out``, in the format of ``agentspec simulate``.
 
     Prompts that ``out`` has answers to are skipped, so a run that was cut off goes on; vLLM is started only where
-    answers are missing. ``progress`` gets the number of answers done and of all. Raises InvalidInputError naming file
-    and line of a prompt that cannot be used, ConfigurationError where vLLM cannot be imported or refuses ``engine``.
+    answers are missing. Sampled answers depend on the seed in ``engine`` (vLLM's default is 0), not on the training's,
+    because trainings with other seeds share them. ``progress`` gets the number of answers done and of all. Raises
+    InvalidInputError naming file and line of a prompt that cannot be used, ConfigurationError where vLLM cannot be
+    imported or refuses ``engine``.
     """
     prompts = list(_read(source.path))
     if not prompts:
@@ -32,7 +32,7 @@ def answer_prompts(
     progress(done, len(prompts))
     if done >= len(prompts):
         return
-    engine = _engine(source, model, seed)
+    engine = _engine(source, model)
     try:
         for at in range(done, len(prompts), _TOGETHER):
             part = prompts[at : at + _TOGETHER]
@@ -85,7 +85,7 @@ def _answered(out: Path) -> int:
     return content.count(b"\n")
 
 
-def _engine(source: PromptsSource, model: Model, seed: int) -> Any:
+def _engine(source: PromptsSource, model: Model) -> Any:
     try:
         from vllm import LLM
     except ImportError as error:
@@ -93,7 +93,7 @@ def _engine(source: PromptsSource, model: Model, seed: int) -> Any:
             f"data.sources: type prompts needs vLLM ({error}); install it, or give recorded sessions"
         ) from error
     try:
-        return LLM(model.name_or_path, **{"dtype": model.dtype, "seed": seed, **source.engine})
+        return LLM(model.name_or_path, **{"dtype": model.dtype, **source.engine})
     except refusals(TypeError) as error:
         raise ConfigurationError(f"data.sources: engine: vLLM refuses it: {first_line(error)}") from error
 

@@ -185,7 +185,6 @@ class _Run:
         answer_prompts(
             source,
             self.config.model,
-            self.config.seed,
             out,
             lambda done, total: self._bars.update(bar, completed=done, total=total),
         )

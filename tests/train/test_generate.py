@@ -27,7 +27,7 @@ def ask(folder: Path, prompts: str, answered: int = 0) -> list[tuple[int, int]]:
     source.path.write_text(prompts, encoding="utf-8", errors="surrogateescape")
     (folder / "answers.jsonl").write_text("{}\n" * answered)
     shown: list[tuple[int, int]] = []
-    answer_prompts(source, MODEL, 0, folder / "answers.jsonl", lambda done, total: shown.append((done, total)))
+    answer_prompts(source, MODEL, folder / "answers.jsonl", lambda done, total: shown.append((done, total)))
     return shown
 
 
@@ -40,7 +40,7 @@ def test_gzip_may_have_compressed_the_prompts(tmp_path: Path) -> None:
     source.path.write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
     (tmp_path / "answers.jsonl").write_text("{}\n")
     shown: list[tuple[int, int]] = []
-    answer_prompts(source, MODEL, 0, tmp_path / "answers.jsonl", lambda done, total: shown.append((done, total)))
+    answer_prompts(source, MODEL, tmp_path / "answers.jsonl", lambda done, total: shown.append((done, total)))
     assert shown == [(1, 1)]
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from agentspec.cli import main
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.speculator import DraftLoop, Speculator, load_speculator
 from agentspec.train import run, trainer
-from agentspec.train.config import TrainingConfig
+from agentspec.train.config import PromptsSource, TrainingConfig
 from agentspec.train.corpus import folder_of, gather
 from agentspec.train.evaluate import Acceptance, measure
 from agentspec.train.hidden_states import HiddenStates
@@ -245,3 +246,33 @@ def test_a_target_that_was_trained_on_in_place_is_read_again(settings: dict[str,
     weights = load_file(copied / "model.safetensors")
     save_file({name: 2 * value for name, value in weights.items()}, copied / "model.safetensors")
     assert folder_of(config) != before
+
+
+def test_trainings_with_other_seeds_have_the_same_answers(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a cache, in which answers were those of whichever seed came first."""
+
+    class Engine:
+        llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+        def __init__(self, _model: str, *, seed: int = 0, **_: Any) -> None:
+            self._seed = seed
+
+        def generate(self, *_: Any, **__: Any) -> list[Any]:
+            return [SimpleNamespace(prompt_token_ids=[1], outputs=[SimpleNamespace(token_ids=[self._seed, 2])])]
+
+    def answer(seed: int, engine: dict[str, int]) -> tuple[Path, str]:
+        source = {"type": "prompts", "path": str(prompts), "temperature": 1.0, "engine": engine}
+        settings.update(seed=seed, data={**settings["data"], "sources": [source]})
+        config, out = TrainingConfig.model_validate(settings), tmp_path / f"answers-{seed}-{len(engine)}.jsonl"
+        run._Run(config, run._Bars(QUIET)).answer(PromptsSource.model_validate(source), out)
+        return folder_of(config), out.read_text()
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    first, sampled_again = answer(1, {}), answer(1, {"seed": 7})
+    assert answer(2, {}) == first
+    assert sampled_again[0] != first[0]
+    assert sampled_again[1] != first[1]
