@@ -278,7 +278,7 @@ def _held(store: Store) -> tuple[set[str | None], float]:
     """Return the sessions of all turns in the store, and when the oldest turn was made (epoch seconds)."""
     names: set[str | None] = set()
     oldest = time.time()
-    for _, record in chain.from_iterable(RecordReader().read(store, log) for log in store.namespaces()):
+    for _, record in chain.from_iterable(RecordReader().read(store.read(log)) for log in store.namespaces()):
         if isinstance(record, TurnRecord):
             names.add(record.session_name)
             oldest = min(oldest, record.created)

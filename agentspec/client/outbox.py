@@ -41,7 +41,7 @@ def read_session(store: Store, session: str) -> Stored:
     """
     history: list[Said] = []
     position, last = 0, None
-    for entry, record in RecordReader().read(store, NAMESPACE, session=session):
+    for entry, record in RecordReader().read(store.read(NAMESPACE, session=session)):
         last = entry.sequence
         if isinstance(record, CutRecord):
             history = [said for said in history if said.position < record.position]

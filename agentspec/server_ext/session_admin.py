@@ -247,7 +247,7 @@ class SessionAdmin:
         """Yield a session's records that can be used."""
         reader = RecordReader()
         for log in self._logs(store, tenant, anybody, session):
-            for entry, record in reader.read(store, log, session=session):
+            for entry, record in reader.read(store.read(log, session=session)):
                 yield [] if record is None else [entry.payload]
 
     def _write(
@@ -331,7 +331,7 @@ def _summary_of(
 
 def _turns(store: Store, namespace: str, session: str, newest: int | None = None) -> Iterable[TurnRecord]:
     """Yield the turns of a session in a log; what cannot be decoded, or names another session, is left out."""
-    for _, record in RecordReader().read(store, namespace, session=session, newest=newest):
+    for _, record in RecordReader().read(store.read(namespace, session=session, newest=newest)):
         if isinstance(record, TurnRecord):
             yield record
 

@@ -104,7 +104,7 @@ def from_store(store: Store, namespace: str, newest: int | None) -> list[Convers
     Left out are turns under scope "session", and turns whose earlier context the log no longer holds.
     """
     joiner, contexts = Joiner(), dict[str, SessionContexts]()
-    for number, (entry, record) in enumerate(RecordReader().read(store, namespace, newest=newest)):
+    for number, (entry, record) in enumerate(RecordReader().read(store.read(namespace, newest=newest))):
         if not isinstance(record, TurnRecord):
             continue
         if entry.session:

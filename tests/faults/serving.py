@@ -85,7 +85,7 @@ class Serving:
     def stored(self) -> list[int]:
         """Return the numbers of the turns in the store, in the log's order."""
         reader = RecordReader()
-        found = [record.number for _, record in reader.read(self.store, LOG) if isinstance(record, TurnRecord)]
+        found = [record.number for _, record in reader.read(self.store.read(LOG)) if isinstance(record, TurnRecord)]
         assert reader.damaged == reader.unknown == 0
         return found
 

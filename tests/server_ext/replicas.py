@@ -127,7 +127,7 @@ def text(begin: int, count: int = 40) -> list[int]:
 
 
 def stored(replica: Replica) -> list[TurnRecord]:
-    found = RecordReader().read(replica.store, NS)
+    found = RecordReader().read(replica.store.read(NS))
     return [record for _, record in found if isinstance(record, TurnRecord)]
 
 

@@ -73,7 +73,7 @@ def text(start: int, count: int = 40) -> list[int]:
 
 
 def records(store: Store) -> list[TurnRecord]:
-    return [record for _, record in RecordReader().read(store, NS) if isinstance(record, TurnRecord)]
+    return [record for _, record in RecordReader().read(store.read(NS)) if isinstance(record, TurnRecord)]
 
 
 def prompts(store: Store) -> list[tuple[list[int], list[int]]]:

@@ -236,7 +236,7 @@ def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_st
     persistence._writer.put(NS, turn("s", 9))  # the session is used again
     store.gate.set()
     assert persistence._writer.flush(60)
-    assert [number_of(record) for _, record in RecordReader().read(store, NS)] == [1, 9]
+    assert [number_of(record) for _, record in RecordReader().read(store.read(NS))] == [1, 9]
     persistence.close()
 
 

@@ -31,7 +31,7 @@ def test_a_damaged_record_costs_only_itself(tmp_path: Path, caplog: pytest.LogCa
     for sequence in (2, 4):
         damage_payload(path, sequence)
     reader = RecordReader()
-    records = [record for _, record in reader.read(SQLiteStore(path), NS)]
+    records = [record for _, record in reader.read(SQLiteStore(path).read(NS))]
     assert [None if record is None else number_of(record) for record in records] == [0, None, 2, None, 4]
     assert (reader.damaged, reader.unknown) == (2, 0)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -42,7 +42,7 @@ def test_a_record_under_another_session_is_not_used(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "store.db")
     store.append(NS, [NewEntry("mallory", encode(turn("alice", 1)))])
     reader = RecordReader()
-    assert [record for _, record in reader.read(store, NS)] == [None]
+    assert [record for _, record in reader.read(store.read(NS))] == [None]
     assert reader.damaged == 1
 
 

@@ -39,7 +39,7 @@ def test_records_arrive_in_order_and_in_batches(store: FlakyStore) -> None:
     assert len(store.appended) <= 17  # sixteen, and the one that was on its way
     stats = writer.stats()
     assert (stats.persisted, stats.dropped, stats.failed, stats.queued, stats.queued_bytes) == (1000, 0, 0, 0, 0)
-    assert stats.as_dict()["state"] == "closed"
+    assert stats.state == "closed"
     writer.close()
 
 

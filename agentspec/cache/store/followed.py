@@ -1,7 +1,7 @@
 """Say how far a log was followed, and count what the follower has done."""
 
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from agentspec.cache.store.breaker import CircuitBreaker, State
 
@@ -37,10 +37,6 @@ class FollowerStats:
     """age of the newest record when it was delivered"""
     state: State = "closed"
     """the breaker's"""
-
-    def as_dict(self) -> dict[str, int | float | str]:
-        """Return the counts as a JSON-able dict."""
-        return asdict(self)
 
 
 @dataclass(slots=True)

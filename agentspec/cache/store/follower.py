@@ -276,7 +276,7 @@ class Follower:
         courtesy, batch, seen, size, at = Courtesy(), list[TurnRecord](), 0, 0, log.cursor
         until = time.monotonic() + _READ_SECONDS
         self.own.note_read_begun(namespace)
-        for entry, record in self._reader.read(self._store, namespace, after=log.cursor):
+        for entry, record in self._reader.read(self._store.read(namespace, after=log.cursor)):
             if isinstance(record, EraseRecord):
                 self._deliver(namespace, batch, courtesy)
                 batch = []

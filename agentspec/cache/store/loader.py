@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agentspec.cache.store.base import QUEUE_BYTES, Entry, Store
@@ -49,10 +49,6 @@ class LoaderStats:
     corpora: int = 0
     ready_bytes: int = 0
     state: State = "closed"
-
-    def as_dict(self) -> dict[str, int | str]:
-        """Return the counts as a JSON-able dict."""
-        return asdict(self)
 
 
 @dataclass(slots=True)
@@ -223,14 +219,14 @@ class BackgroundLoader:
             wanted = job.wanted
             self._before_read(wanted.namespace, wanted.tenant)
             job.forgotten.clear()
-            job.entries = self._reader.read(
-                self._store,
+            entries = self._store.read(
                 wanted.namespace,
                 session=wanted.session,
                 group=wanted.group if wanted.family is None else wanted.family,
                 after=job.after,
                 newest=job.newest,
             )
+            job.entries = self._reader.read(entries)
         seen, courtesy = 0, Courtesy()
         loaded, whole = Loaded(job.wanted), job.after is None and job.wanted.session is not None
         try:

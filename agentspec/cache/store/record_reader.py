@@ -1,9 +1,9 @@
 """Read the records of a store, and skip those that cannot be used."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from agentspec.cache.store.base import Entry, Store
+from agentspec.cache.store.base import Entry
 from agentspec.cache.store.codec import decode
 from agentspec.cache.store.records import Record
 from agentspec.errors import CorruptRecordError, RecordError
@@ -22,18 +22,9 @@ class RecordReader:
         self.damaged = 0
         self.unknown = 0
 
-    def read(
-        self,
-        store: Store,
-        namespace: str,
-        *,
-        session: str | None = None,
-        group: str | None = None,
-        after: str | None = None,
-        newest: int | None = None,
-    ) -> Iterator[tuple[Entry, Record | None]]:
-        """Yield each entry of Store.read with its record, or with None if the record cannot be used."""
-        for entry in store.read(namespace, session=session, group=group, after=after, newest=newest):
+    def read(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Record | None]]:
+        """Yield each entry, of ``Store.read``, with its record, or with None if the record cannot be used."""
+        for entry in entries:
             yield entry, self._decode(entry)
 
     def _decode(self, entry: Entry) -> Record | None:

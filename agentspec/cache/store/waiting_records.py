@@ -17,7 +17,7 @@ its append fails; one that succeeds comes in front of the tombstone.
 import logging
 from collections import deque
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from agentspec.cache.store.aside import QueuedRecord, SetAside
 from agentspec.cache.store.breaker import CircuitBreaker, State
@@ -50,10 +50,6 @@ class WriterStats:
     trimmed: int = 0
     trim_failed: int = 0
     state: State = "closed"
-
-    def as_dict(self) -> dict[str, int | str]:
-        """Return the counts as a JSON-able dict."""
-        return asdict(self)
 
 
 class WaitingRecords:

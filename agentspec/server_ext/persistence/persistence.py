@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -266,9 +267,9 @@ class Persistence:
         unknown = loader.unknown + (follower.unknown if follower else 0)
         kinds = {"damaged": damaged, "unknown_version": unknown, **turns.refused}
         return {
-            "writer": writer.as_dict(),
-            "loader": loader.as_dict(),
-            "follower": None if follower is None else {**follower.as_dict(), "applied": turns.followed},
+            "writer": asdict(writer),
+            "loader": asdict(loader),
+            "follower": None if follower is None else {**asdict(follower), "applied": turns.followed},
             "lost": losses.lost,
             "missing": losses.missing,
             "restored": turns.restored + turns.followed,

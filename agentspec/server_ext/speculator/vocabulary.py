@@ -52,7 +52,7 @@ def count_tokens(
     """
     counters = [(_Counter(vocab_size), _Counter(vocab_size)) for _ in range(2)]
     turns = 0
-    for entry, record in RecordReader().read(store, namespace):
+    for entry, record in RecordReader().read(store.read(namespace)):
         if isinstance(record, TurnRecord):
             turns += 1
             # A session's turns stay together, because they repeat each other.
