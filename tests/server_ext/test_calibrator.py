@@ -133,6 +133,16 @@ class TestAlternatives:
         assert tokens_of(alternatives.drafts()) == [[1, 2, 3]]
         assert tokens_of(weigh(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, None, 8).drafts()) == [[1, 2, 3]]
 
+    def test_a_token_behind_what_both_drafted_is_worth_what_such_tokens_were(self) -> None:
+        """Where the model was not forced, it counted as one where the suffix indexes are silent."""
+        calibrator, same = AcceptanceCalibrator(), row([1, 2, 3], [1, 2, 3])
+        for _ in range(200):
+            calibrator.learn(calibrator.own(5, 2, 0.6), accepted=False)
+            calibrator.learn(calibrator.own(5, 2, 0.6, BEHIND_AGREED), accepted=True)
+        for forced, unforced in ((same, None), (None, same), (same, same)):
+            (draft,) = weigh(calibrator, 10, [1, 2], [0.9, 0.9], forced, unforced, 8).drafts()
+            assert draft[2][1] > 0.9
+
     def test_where_they_part_both_ways_are_offered(self) -> None:
         alternatives = weigh(
             AcceptanceCalibrator(), 10, [1, 2, 3, 4], [0.9] * 4, row([1, 2, 3], [1, 7, 3]), row([1, 7, 8], [1, 7, 8]), 8

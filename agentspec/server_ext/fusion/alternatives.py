@@ -88,10 +88,11 @@ class DraftAlternatives:
                 result._score_forced(draft, forced, at + 1, limit)
         begin = at + len(result.model)
         taken = [scored.token for scored in result.shared + result.model]
+        behind = BEHIND_RIVAL if result.model else BEHIND_AGREED if at else SILENT
         if unforced is not None and begin < limit and unforced.tokens[:begin] == taken:
-            result.model += result._score_own(unforced, begin, limit, BEHIND_RIVAL if result.model else SILENT)
+            result.model += result._score_own(unforced, begin, limit, behind)
         elif not result.suffix:  # the model goes on behind a short suffix draft
-            result.shared += result._score_own(row, at, limit, BEHIND_AGREED if at else SILENT)
+            result.shared += result._score_own(row, at, limit, behind)
         return result
 
     def drafts(self) -> list[ScoredDraft]:
