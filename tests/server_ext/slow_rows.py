@@ -1,10 +1,11 @@
 """Help the tests of what begins and ends: rows on a cache whose starts and finishes take longer than any step has."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from agentspec.cache.store import open_store
 from agentspec.cache.store.codec import decode
@@ -88,3 +89,12 @@ class Rows:
         self.persistence._writer.flush(10.0)
         records = [decode(entry.payload) for entry in self.store.read(LOGS.of(None))]
         return [record for record in records if isinstance(record, TurnRecord)]
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rows]:
+    """Rows whose groups and sessions are never loaded: a step that has to apply what was loaded does fewer ends."""
+    made = Rows()
+    monkeypatch.setattr(made.persistence, "has_loaded", lambda: False)
+    yield made
+    made.engine.close()
