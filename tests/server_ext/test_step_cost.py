@@ -1,60 +1,13 @@
 """StepCost on synthetic step times: what it measures, when it believes it, and what cannot mislead it."""
 
-import functools
 import random
-from collections.abc import Callable
 from itertools import pairwise
-from statistics import median
 
 import pytest
 
 from agentspec.cache.policy import DEFAULT_COST
-from agentspec.server_ext.pricing.step_cost import (
-    AIMED_DEVIATIONS,
-    HIGHEST_COST,
-    LEAST_AIMED_SHARE,
-    LOWEST_COST,
-    StepCost,
-)
-from agentspec.server_ext.settings import LONGEST_STEP
-
-AIMED = LONGEST_STEP / (1 + AIMED_DEVIATIONS * 0.05)
-"""Duration that a measured step aims at with the usual noise, in multiples of one without drafts."""
-BUSY_AIMED = LEAST_AIMED_SHARE * LONGEST_STEP
-"""With much noise."""
-
-Duration = Callable[[int, int], float]
-
-
-class Machine:
-    """Steps of ``base(rows) + per_token * drafted`` seconds with noise (a share of the step), and some pauses.
-
-    surcharge: what a step with any draft costs by itself, in seconds.
-    """
-
-    def __init__(
-        self, per_token: float, noise: float = 0.05, base: float = 0.01, per_row: float = 0.001, surcharge: float = 0.0
-    ) -> None:
-        self.random = random.Random(7)
-        self.per_token, self.noise, self.base, self.per_row = per_token, noise, base, per_row
-        self.surcharge = surcharge
-        self.pace = 1.0
-        self.pauses = 0.0
-
-    def seconds(self, rows: int, drafted: int) -> float:
-        step = self.base + self.per_row * rows + self.per_token * drafted + (self.surcharge if drafted else 0.0)
-        if self.random.random() < self.pauses:
-            return step * self.random.uniform(3, 500)
-        return step * self.pace * max(0.2, self.random.gauss(1.0, self.noise))
-
-    def true_cost(self, rows: int) -> float:
-        return self.per_token * rows / (self.base + self.per_row * rows)
-
-    def run(self, cost: StepCost, steps: int, rows: int = 1, longest: int = 16, share: float = 0.7) -> None:
-        """Steps in which each row has a draft of up to ``longest`` tokens, ``share`` of the time."""
-        for _ in range(steps):
-            of = [self.random.randint(0, longest) if self.random.random() < share else 0 for _ in range(rows)]
-            cost.observe(rows, sum(of), self.seconds(rows, sum(of)))
+from agentspec.server_ext.pricing.step_cost import HIGHEST_COST, LOWEST_COST, StepCost
+from tests.server_ext.machine import Machine, tokens_per_second
 
 
 @pytest.mark.parametrize("per_token", [0.0001, 0.0004, 0.0015])
@@ -229,58 +182,6 @@ def test_a_price_that_depends_on_the_number_of_rows_is_kept_apart() -> None:
     assert cost.at(8).cost == pytest.approx(many.true_cost(8), rel=0.2)
 
 
-@pytest.mark.parametrize("rows", [2, 8, 64])
-def test_before_anything_is_measured_a_step_may_draft_a_token_a_row(rows: int) -> None:
-    cost = StepCost()
-    assert cost.affordable_tokens(rows) == rows
-    Machine(0.0004).run(cost, 50, rows, longest=0)
-    assert cost.affordable_tokens(rows) == rows
-
-
-@pytest.mark.parametrize("plain", [0, 6])
-@pytest.mark.parametrize("surcharge", [0.0, 0.003])
-@pytest.mark.parametrize("per_token", [0.0002, 0.0005, 0.002])
-def test_drafts_that_use_what_is_allowed_grow_until_steps_take_as_long_as_they_may(
-    per_token: float, surcharge: float, plain: int
-) -> None:
-    """Steps take as many tokens as they may, or a little fewer."""
-    machine, cost = Machine(per_token, surcharge=surcharge), StepCost()
-    machine.run(cost, plain, 8, longest=0)
-    most = 0.0
-    for _ in range(200):
-        tokens = int(cost.affordable_tokens(8) * machine.random.uniform(0.8, 1.0))
-        assert tokens <= max(8, 2 * most)
-        tokens = 0 if cost.should_measure_plain(8) else tokens
-        most = max(most, tokens)
-        cost.observe(8, tokens, machine.seconds(8, tokens))
-    fits = max((AIMED * 0.018 - 0.018 - surcharge) / per_token, 8)
-    assert cost.affordable_tokens(8) == pytest.approx(fits, rel=0.3)
-    assert most < 1.5 * fits
-
-
-def test_where_every_step_has_drafts_a_few_have_none_so_that_their_time_is_known() -> None:
-    machine, cost = Machine(0.0004, surcharge=0.006), StepCost()
-    plain: list[int] = []
-    for number in range(1000):
-        tokens = int(cost.affordable_tokens(8))
-        if cost.should_measure_plain(8):
-            tokens = 0
-            plain.append(number)
-        cost.observe(8, tokens, machine.seconds(8, tokens))
-    assert 5 <= len([number for number in plain if number < 100]) <= 8
-    assert 6 <= len([number for number in plain if number >= 100]) <= 8
-    longest = machine.base + 8 * machine.per_row
-    assert cost.affordable_tokens(8) == pytest.approx((AIMED * longest - longest - 0.006) / 0.0004, rel=0.3)
-
-
-@pytest.mark.parametrize(("given", "rows"), [(0.02, 8), (None, 1)])
-def test_no_step_goes_without_drafts_where_nothing_depends_on_it(given: float | None, rows: int) -> None:
-    machine, cost = Machine(0.0004), StepCost(given)
-    for _ in range(300):
-        assert not cost.should_measure_plain(rows)
-        cost.observe(rows, 8, machine.seconds(rows, 8))
-
-
 def gated(machine: Machine, cost: StepCost, steps: int, rows: int, drafted: int, expected: float) -> float:
     """Take steps whose drafts always look like that. Return the share of the last 256 that had them."""
     had = []
@@ -324,98 +225,6 @@ def test_natural_steps_without_drafts_are_enough() -> None:
         assert not cost.should_measure_plain(8) or number < 100
         tokens = 0 if number % 20 == 0 else 12
         cost.observe(8, tokens, machine.seconds(8, tokens))
-
-
-def test_a_step_that_drafts_too_much_is_not_repeated() -> None:
-    """A few steps beyond a knee, where the time grows faster, are enough to stay before it."""
-    machine, cost = Machine(0.0001, noise=0.02), StepCost()
-    over = 0
-    for _ in range(300):
-        tokens = int(cost.affordable_tokens(8))
-        seconds = machine.seconds(8, tokens) + 0.001 * max(tokens - 40, 0)
-        over += seconds > LONGEST_STEP * 0.018
-        cost.observe(8, tokens, seconds)
-    assert over <= 15
-
-
-@pytest.mark.parametrize("share", [0.9, 1.0])
-def test_drafts_grow_on_a_busy_machine_too(share: float) -> None:
-    """Steps without drafts vary as much there, so the room that a draft has is the same."""
-    fits = (BUSY_AIMED - 1) * 0.018 / 0.0002
-    found = []
-    for seed in range(21):
-        machine, cost = Machine(0.0002, noise=0.3), StepCost()
-        machine.random = random.Random(seed)
-        machine.run(cost, 20, 8, longest=0)
-        for _ in range(400):
-            tokens = machine.random.randint(4, int(cost.affordable_tokens(8))) if machine.random.random() < share else 0
-            other = machine.random.expovariate(1 / 0.03) if machine.random.random() < 0.1 else 0.0
-            cost.observe(8, tokens, machine.seconds(8, tokens) + other)
-        found.append(cost.affordable_tokens(8))
-    assert 0.45 * fits < median(found) < 1.4 * fits, found
-
-
-@pytest.mark.parametrize(("length", "multiple"), [(1.0, AIMED), (1.5, AIMED), (3.0, 2.5 * AIMED), (5.0, 4.5 * AIMED)])
-def test_a_step_may_take_longer_where_every_row_accepts_much(length: float, multiple: float) -> None:
-    machine, cost = Machine(0.0002), StepCost()
-    for _ in range(200):
-        machine.run(cost, 1, 8, longest=0)
-        tokens = int(cost.affordable_tokens(8, length) * machine.random.uniform(0.5, 1.0))
-        cost.observe(8, tokens, machine.seconds(8, tokens))
-    assert cost.affordable_tokens(8, length) == pytest.approx((multiple - 1) * 0.018 / 0.0002, rel=0.3)
-
-
-@pytest.mark.parametrize(("length", "tokens"), [(1.0, 400), (1.5, 400), (2.0, 800), (5.0, 3200)])
-def test_where_all_rows_accept_much_a_given_price_affords_more(length: float, tokens: int) -> None:
-    assert StepCost(0.02).affordable_tokens(8, length) == tokens
-
-
-@pytest.mark.parametrize(("longest", "tokens"), [(1.5, 200), (2.0, 400), (6.0, 2000), (None, float("inf"))])
-def test_the_operator_says_how_long_a_step_may_take(longest: float | None, tokens: float) -> None:
-    assert StepCost(0.02, longest).affordable_tokens(8) == tokens
-
-
-@pytest.mark.parametrize(("longest", "least", "most"), [(1.5, 4, 15), (2.0, 10, 45), (4.0, 60, 135)])
-def test_he_does_where_the_price_is_measured(longest: float, least: float, most: float) -> None:
-    """Steps take 18 ms and .4 ms for each draft token."""
-    machine, cost = Machine(0.0004), StepCost(None, longest)
-    machine.run(cost, 300, rows=8, longest=20)
-    assert least <= cost.affordable_tokens(8) <= most
-
-
-def test_what_one_batch_size_measured_bounds_another() -> None:
-    machine, cost = Machine(0.0001), StepCost()
-    machine.run(cost, 500, rows=8, longest=4)
-    assert 2 * 8 < cost.affordable_tokens(8) <= 2 * 8 * 4
-    assert cost.affordable_tokens(9) <= 2 * 8 * 4
-    assert cost.affordable_tokens(64) <= 64
-
-
-@functools.cache
-def drafted_for(chance: float, price: float) -> tuple[int, float]:
-    """The length up to 16 that brings most, (1 + expected) / (1 + price * length), where each token has that chance,
-    and the tokens expected of it."""
-    brings = [1.0]
-    for length in range(1, 17):
-        brings.append(brings[-1] + chance**length)
-    return max(enumerate(brings), key=lambda item: item[1] / (1 + price * item[0]))
-
-
-def tokens_per_second(machine: Machine, rows: int, price: float | None, steps: range = range(200, 1000)) -> float:
-    """Decoding by a price, or, where none is given, by the one that is measured meanwhile. Only ``steps`` count."""
-    luck, cost = random.Random(3), StepCost()
-    tokens = elapsed = 0.0
-    for number in range(steps.stop):
-        if number == steps.start:
-            tokens = elapsed = 0.0
-        now = round(cost.at(rows).cost if price is None else price, 3)
-        drafts = [drafted_for(chance, now) for chance in luck.choices((0.3, 0.6, 0.8, 0.95), k=rows)]
-        drafted = sum(length for length, _ in drafts)
-        seconds = machine.seconds(rows, drafted)
-        tokens += sum(expected for _, expected in drafts)
-        elapsed += seconds
-        cost.observe(rows, drafted, seconds)
-    return tokens / elapsed
 
 
 @pytest.mark.parametrize(("rows", "per_token"), [(1, 0.00003), (1, 0.001), (8, 0.0005), (8, 0.002)])
