@@ -82,6 +82,8 @@ def ask(server: httpx.Client, method: str, path: str, expected: str, **more: Any
     """
     answer = server.request(method, path, **more)
     if answer.status_code == 401:
+        if os.environ.get("AGENTSPEC_API_KEY"):
+            raise ConfigurationError("the server refuses the API key in the environment variable AGENTSPEC_API_KEY")
         raise ConfigurationError("the server wants an API key: put it into the environment variable AGENTSPEC_API_KEY")
     if answer.is_error:
         why = _reason(answer)

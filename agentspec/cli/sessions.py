@@ -54,7 +54,8 @@ def list_sessions(
 ) -> None:
     """List the sessions of your API key."""
     with server_at(url, header) as server:
-        found = _newest(server, limit)
+        listed = _newest(server, limit + 1)  # one more, to know whether there are others
+    found = listed[:limit]
     if as_json:
         typer.echo(json.dumps({"sessions": found}))
         return
@@ -66,6 +67,8 @@ def list_sessions(
             table.add_row(Text(name), *numbers, shown_time(session["used"]), Text(session["group"] or ""))
     # Ids are whole, for `show` and `delete`: on one line where another program reads them.
     print_table(table)
+    if len(listed) > limit:
+        typer.echo(f"the {limit:,} sessions used last; list more with --limit", err=True)
 
 
 @_commands.command()
@@ -117,7 +120,7 @@ def import_session(
         if turns:
             raise _error_of_whole(error, turns) from None
         raise
-    typer.echo(f"{added} of {turns} turns added; the others were there")
+    typer.echo(f"{added} of {turns} turns added" + ("" if added == turns else "; the others were there"))
 
 
 @_commands.command()

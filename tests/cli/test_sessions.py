@@ -81,6 +81,16 @@ def test_a_list_is_as_long_as_it_is_asked_for(
         assert [session["id"] for session in listed] == expected
 
 
+@pytest.mark.parametrize(("limit", "more"), [("2", True), ("3", False), ("100", False)])
+def test_a_list_says_that_there_are_more(sessions: Sessions, server: Server, limit: str, more: bool) -> None:
+    for name in ("one", "two"):
+        server.say(server.identity(ADA, name))
+    status, printed = sessions("list", "--limit", limit)
+    assert (status, "fix-42" in printed) == (0, not more)
+    assert ("the 2 sessions used last; list more with --limit" in printed) == more
+    assert "--limit" not in sessions("list", "--json", "--limit", limit)[1], "another program reads it"
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_list_shows_whole_ids(
     sessions: Sessions, server: Server, monkeypatch: pytest.MonkeyPatch, terminal: bool
@@ -110,8 +120,8 @@ def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_p
     assert file.stat().st_mode & 0o777 == 0o600
     file.chmod(0o640)
     assert f"warning: {file}: others may read it (mode 0640)" in sessions("export", "fix-42", str(file))[1]
-    assert "1 of 1 turns added" in sessions("import", "copy of it", str(file), key=BOB)[1]
-    assert "0 of 1 turns added" in sessions("import", "copy of it", str(file), key=BOB)[1]
+    assert sessions("import", "copy of it", str(file), key=BOB)[1] == "1 of 1 turns added\n"
+    assert sessions("import", "copy of it", str(file), key=BOB)[1] == "0 of 1 turns added; the others were there\n"
     assert server.draws_on(server.identity(BOB, "copy of it"))
     status, printed = sessions("delete", "copy of it", key=BOB)
     assert status == 0 and "erased: copy of it" in printed

@@ -106,8 +106,14 @@ def test_it_goes_on_while_the_server_is_away(
     assert printed.count("2 engines") == 3, "what is no terminal gets each look"
 
 
-@pytest.mark.parametrize(("key", "message"), [(None, "AGENTSPEC_API_KEY"), ("wrong", "AGENTSPEC_API_KEY")])
-def test_a_missing_key_is_named(top: Top, key: str | None, message: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (None, "the server wants an API key: put it into the environment variable AGENTSPEC_API_KEY"),
+        ("wrong", "the server refuses the API key in the environment variable AGENTSPEC_API_KEY"),
+    ],
+)
+def test_a_key_that_is_missing_or_wrong_is_named(top: Top, key: str | None, message: str) -> None:
     status, printed = top(key=key)
     assert status == 2 and message in printed and "Traceback" not in printed
 
@@ -214,6 +220,24 @@ def test_an_answer_of_another_form_is_told_in_a_line(
     monkeypatch.setenv("COLUMNS", "200")
     ended, printed = agentspec(*command.split())
     assert (ended, message in printed, "Traceback" in printed) == (status, True, False), printed
+
+
+@pytest.mark.parametrize("count", [1, 2, 10])
+def test_it_shows_as_many_sessions_as_it_is_asked_for(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """A server's answer has more where several sessions were stored at the same moment, as a batch of turns is."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/stats"):
+            return httpx.Response(200, json={"engines": [ENGINE]})
+        listed = [{**SESSION, "id": f"session-{number}"} for number in range(24)]
+        return httpx.Response(200, json={"sessions": listed}) if "sessions" in request.url.path else httpx.Response(404)
+
+    client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **options: client(**options, transport=httpx.MockTransport(answer)))
+    status, printed = agentspec("top", "--once", "--interval", "0.1", "--sessions", str(count))
+    assert (status, printed.count("session-")) == (0, count), printed
 
 
 _DEEP = "[" * 100_000 + "]" * 100_000
