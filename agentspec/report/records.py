@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,10 @@ from agentspec.draft_figures import DecodeStep, DraftedToken
 from agentspec.errors import InvalidInputError
 from agentspec.files import read_lines
 from agentspec.json_lines import whole
+
+_Named = tuple[str | None, str | None]
+"""What tells sessions apart: the name, which several callers may use, and the server's key."""
+_SHOWN_DIGITS = 8
 
 
 @dataclass(slots=True)
@@ -54,10 +58,14 @@ class Turn:
 
 @dataclass(slots=True)
 class Session:
-    """Hold the turns of one session, in order. parent: the session that started it."""
+    """Hold the turns of one session, in order. parent: the session that started it.
+
+    key: the server's key of the session, which no other caller's session has; None in a client's record.
+    """
 
     name: str
     parent: str | None = None
+    key: str | None = None
     turns: list[Turn] = field(default_factory=list)
 
     @property
@@ -101,7 +109,7 @@ def read_run(path: str | Path) -> Run:
     A line that was not written to its end, as when the program was killed or the disk was full, is left out. The next
     run goes on in the same file, so such a line may be in its middle, and hold the beginning of another one.
     """
-    sessions: dict[str | None, Session] = {}
+    sessions: dict[_Named, Session] = {}
     requests: dict[str, Turn] = {}
     broken: InvalidInputError | None = None
     for number, line in enumerate(read_lines(Path(path)), 1):
@@ -118,7 +126,16 @@ def read_run(path: str | Path) -> Run:
             raise _refused(path, number, error) from error
     if not sessions:
         raise broken or InvalidInputError(f"{path}: the record is empty")
+    _tell_apart(list(sessions.values()))
     return Run(list(sessions.values()))
+
+
+def _tell_apart(sessions: Sequence[Session]) -> None:
+    """Add the beginning of its key to the name of each session whose name another caller's session has, too."""
+    of_name = Counter(session.name for session in sessions)
+    for session in sessions:
+        if of_name[session.name] > 1 and session.key is not None:
+            session.name = f"{session.name} ({session.key[:_SHOWN_DIGITS]})"
 
 
 def _refused(path: str | Path, number: int, error: Exception) -> InvalidInputError:
@@ -128,11 +145,12 @@ def _refused(path: str | Path, number: int, error: Exception) -> InvalidInputErr
     )
 
 
-def _add(line: dict[str, Any], sessions: dict[str | None, Session], requests: dict[str, Turn]) -> None:
+def _add(line: dict[str, Any], sessions: dict[_Named, Session], requests: dict[str, Turn]) -> None:
     """Add a line's reply, or step, to its session. Raises what a line of another form makes Python raise."""
     turn = _step(line, requests.get(line["request"])) if "request" in line else _reply(line)
-    name = _text(line, "session")
-    session = sessions.setdefault(name, Session(name or "without a session", _text(line, "parent")))
+    name, key = _text(line, "session"), _text(line, "session_key")
+    new = Session(name or "without a session", _text(line, "parent"), key)
+    session = sessions.setdefault((name, key), new)
     if "request" not in line:
         session.turns.append(turn)
     elif line["request"] not in requests:

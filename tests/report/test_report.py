@@ -51,6 +51,26 @@ def record(tmp_path: Path) -> Path:
     return write(tmp_path / "replies.jsonl", *lines)
 
 
+def step(request: str, session: str | None, key: str | None) -> dict[str, Any]:
+    """A line of the server's record."""
+    step = {"step": 1, "request": request, "session": session, "session_key": key}
+    return {**step, "source": None, "drafted": 0, "accepted": 0, "tokens": 1, "ns": 0}
+
+
+def test_sessions_of_different_callers_are_told_apart_although_they_have_one_name(tmp_path: Path) -> None:
+    """Keys and salts make callers; their sessions were one, in which their turns took turns."""
+    adas, bobs = "a1" * 16, "b2" * 16
+    lines = [step("1", "fix-42", adas), step("2", "fix-42", bobs), step("3", "fix-42", adas), step("4", "one", adas)]
+    run = read_run(write(tmp_path / "steps.jsonl", *lines, step("5", None, None), step("6", None, None)))
+    assert [(session.name, len(session.turns)) for session in run.sessions] == [
+        ("fix-42 (a1a1a1a1)", 2),
+        ("fix-42 (b2b2b2b2)", 1),
+        ("one", 1),
+        ("without a session", 2),
+    ]
+    assert "fix-42 (b2b2b2b2)" in render(run, "title")
+
+
 def test_a_run_adds_up(record: Path) -> None:
     run = read_run(record)
     assert [session.name for session in run.sessions] == ["fix-42", "other <b>", "without a session"]
