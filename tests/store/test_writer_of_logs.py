@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from agentspec.cache.store import BackgroundWriter, NewEntry, decode
-from agentspec.cache.store.waiting_records import WaitingRecords
 from agentspec.errors import StoreError, StoreUnavailableError
-from tests.store.helpers import NS, FlakyStore, number_of, turn, unwritable, wait_until
+from tests.store.helpers import FlakyStore, number_of, turn, unwritable, wait_until
 
 from .flaky import quick, refuse, store
 
@@ -330,65 +329,3 @@ def test_what_waits_aside_is_without_the_session_that_was_erased_while_its_appen
     stats = writer.stats()
     assert (stats.persisted, stats.erased, stats.queued_bytes) == (3, 2, 0)
     writer.close()
-
-
-def test_of_what_waits_for_several_parts_the_oldest_is_dropped_first() -> None:
-    records = WaitingRecords(1 << 30, 3, 64)
-    for number in range(2):
-        records.put(f"log{number}", turn("s", number))
-    older, newer = records.take_batch()
-    records.set_aside("one part", [newer])
-    records.set_aside("another part", [older])
-    for number in range(2, 4):
-        records.put("log", turn("s", number))
-    assert (records.counts.dropped, records.oldest()) == (1, newer.number)
-
-
-def test_an_append_to_a_part_that_is_still_away_is_sent_again_as_it_was() -> None:
-    """So that the store recognises it, where only its answer was lost."""
-    records = WaitingRecords(1 << 30, 64, 64)
-    for number in range(4):
-        records.put("log", turn("s", number))
-    items = records.take_batch()
-    records.set_aside("part", items)
-    records.put_back("part", records.take_aside("part"), refused=False)
-    assert records.take_aside("part") == items
-
-
-def test_a_batch_is_sent_again_as_it_was_even_if_another_part_came_back_meanwhile() -> None:
-    records = WaitingRecords(1 << 30, 64, 2)
-    for number in range(3):
-        records.put("log", turn("s", number))
-    records.set_aside("part", records.take_batch())
-    unsure = records.take_batch()
-    records.requeue()
-    records.put("log", turn("s", 3))
-    records.note_written(records.take_aside("part"), 2)
-    assert records.take_batch() == unsure
-    records.note_written(unsure, 1)
-    for number in range(4, 8):
-        records.put("log", turn("s", number))
-    assert len(records.take_batch()) == 2
-
-
-def test_a_session_is_in_flight_while_a_record_of_it_is_and_no_longer() -> None:
-    """Forgetting waits for this, so that no record comes behind the tombstone of its session."""
-    waiting = WaitingRecords(1 << 20, 10, 1)
-    for number, session in enumerate(("one", "two")):
-        waiting.put(NS, turn(session, number))
-    for session in ("one", "two"):
-        batch = waiting.take_batch()
-        assert [name for name in ("one", "two") if waiting.is_in_flight(name)] == [session]
-        waiting.note_written(batch, 1)
-        assert not waiting.is_in_flight(session)
-
-
-def test_a_batch_ends_with_the_record_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or else large records would not be sent within a socket timeout, and the store would count as away."""
-    waiting = WaitingRecords(1 << 20, 10, 10)
-    for number in range(5):
-        waiting.put(NS, turn("s", number))
-    size = turn("s", 0).size
-    monkeypatch.setattr("agentspec.cache.store.waiting_records._BATCH_BYTES", 2 * size)
-    batch = waiting.take_batch()
-    assert [number_of(item.record) for item in batch] == [0, 1] and waiting.queued == 3

@@ -134,14 +134,12 @@ class WaitingRecords:
         self._next_entries = len(self.in_flight)
         self._queue.extendleft(reversed(self._without(self._forgotten, self.in_flight)))
         self._end_flight_of(self.in_flight)
-        self._shorten()
 
     def set_aside(self, part: str, items: list[QueuedRecord], *, failed: bool = False) -> CircuitBreaker:
         """Let an append wait for a part of the store that is away. Return the part's breaker. failed: it was tried."""
         self.counts.failed += failed
         breaker = self.aside.add(part, self._without(self._forgotten, items))
         self._end_flight_of(items)
-        self._shorten()
         return breaker
 
     def put_back(self, part: str, items: list[QueuedRecord], *, refused: bool) -> bool:
@@ -156,7 +154,6 @@ class WaitingRecords:
             self.aside.add(part, self._without(self._forgotten, items[middle:]), first=True)
             self.aside.add(part, self._without(self._forgotten, items[:middle]), first=True)
         self._end_flight_of(items)
-        self._shorten()
         return alone
 
     def drop_all(self) -> int:
@@ -175,9 +172,9 @@ class WaitingRecords:
             self._overflowing = self._overflowing and len(self) > 0
 
     def _shorten(self) -> None:
-        """Drop the oldest records while there are more than the limits allow."""
+        """Drop the oldest records while there are more than the limits allow. What is in flight is never too much."""
         dropped = self.counts.dropped
-        while (self._queue or len(self.aside)) and (self.bytes > self._max_bytes or len(self) > self._max_entries):
+        while self.bytes > self._max_bytes or len(self) > self._max_entries:
             self._drop_oldest()
         if self.counts.dropped > dropped and not self._overflowing:
             self._overflowing = True
