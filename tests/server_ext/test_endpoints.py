@@ -164,6 +164,7 @@ def test_behind_a_gateway_figures_are_told_to_whom_its_header_names(start: Start
     assert server.get("/v1/agentspec/requests/r", headers=twice).status_code == 404
     engine.ran("of nobody", None)
     assert server.get("/v1/agentspec/requests/of nobody").status_code == 404
+    assert server.get("/v1/agentspec/requests/of nobody", headers=bearer(ADMIN)).status_code == 200
 
 
 def test_the_administrators_key_opens_agentspecs_routes_only(start: Start) -> None:
