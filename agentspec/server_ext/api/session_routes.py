@@ -53,6 +53,7 @@ router = APIRouter(prefix=f"{ROUTES}/sessions")
 _SALT_HEADER = "X-Cache-Salt"
 _KEY = re.compile("[0-9a-f]{32}")
 _LONGEST_LIST = 1_000
+_GIVE_EXPORT = "give what `agentspec sessions export` wrote"
 _WAIT_SECONDS = 20.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 
@@ -271,14 +272,15 @@ def _parse(body: bytes | bytearray) -> ExportedSession | SessionTexts:
             raise _refused(f"{texts[0]}: not beside turns; give them in a second call, which adds to the session")
         return (SessionTexts if texts else ExportedSession).model_validate(given)
     except RecursionError:
-        raise _refused("body: nested too deeply; give what `agentspec sessions export` wrote") from None
+        raise _refused(f"body: nested too deeply; {_GIVE_EXPORT}") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["loc"] == ("version",) and first["type"] != "missing":
             raise _refused("version: 1 expected; an export of another version needs a server that knows it") from None
-        raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
+        remedy = f"; {_GIVE_EXPORT}" if first["type"] == "missing" else ""
+        raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}{remedy}") from None
     except ValueError as error:
-        why = refused(error) or "not JSON; give what `agentspec sessions export` wrote"
+        why = refused(error) or f"not JSON; {_GIVE_EXPORT}"
         raise _refused(f"body: {why}") from None
 
 
