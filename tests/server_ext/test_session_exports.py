@@ -130,7 +130,10 @@ class TestExportAndImport:
             (lambda body: f"[1{'0' * 4_300}]", "body: a whole number has more than 4,300 digits; write it as a text"),
             (lambda body: body | {"texts": ["abc"]}, "texts: not beside turns"),
             (lambda body: {"version": 1, "turns": [], "messages": []}, "messages: not beside turns"),
-            (lambda body: {name: body[name] for name in body if name != "version"}, "Field required; give what"),
+            (
+                lambda body: {name: body[name] for name in body if name != "version"},
+                "version: Field required; give what `agentspec sessions export` wrote",
+            ),
             (lambda body: body | {"version": 2}, "version: 1 expected"),
             (lambda body: body | {"version": True}, "version"),
             (lambda body: body | {"log": "0" * 16}, OF_ANOTHER_MODEL),
