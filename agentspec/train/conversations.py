@@ -8,7 +8,6 @@ import numpy as np
 from agentspec.cache.store import RecordReader, Store, TurnRecord
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.cache.types import Int32Array
-from agentspec.identifiers import to_path
 from agentspec.simulate import open_tokenizer, read_calls
 
 
@@ -66,17 +65,21 @@ class Joiner:
     """
 
     def __init__(self) -> None:
-        self._open: dict[str, _Open] = {}
+        self._open: dict[tuple[str | None, str], _Open] = {}  # by tenant and session
         self._closed: list[Conversation] = []
 
-    def add(self, session: str, prompt: Int32Array, response: Int32Array) -> None:
-        """Add a session's next call: the whole ``prompt``, int32 [P], and its ``response``, int32 [R]."""
+    def add(self, session: str, prompt: Int32Array, response: Int32Array, tenant: str | None = None) -> None:
+        """Add a session's next call: the whole ``prompt``, int32 [P], and its ``response``, int32 [R].
+
+        The conversation is called by its session, and by its tenant if there is one.
+        """
         if len(prompt) == 0 or len(response) < 2:  # no token behind the first to draft
             return
-        before = self._open.setdefault(session, _Open(session))
+        key, name = (tenant, session), session if tenant is None else f"{tenant}/{session}"
+        before = self._open.setdefault(key, _Open(name))
         if not before.begins(prompt):
             self._closed.append(before.closed())
-            before = self._open[session] = _Open(session)
+            before = self._open[key] = _Open(name)
         before.add(prompt, response)
 
     def conversations(self) -> list[Conversation]:
@@ -92,9 +95,7 @@ def from_records(path: Path, tokenizer: str | None) -> list[Conversation]:
     encode = None if tokenizer is None else open_tokenizer(tokenizer, "data.sources: tokenizer")
     joiner = Joiner()
     for call in read_calls(path, tokenizer=encode):
-        # A tenant's name may hold a "/" itself.
-        name = call.session if call.tenant is None else f"{to_path(call.tenant)}/{call.session}"
-        joiner.add(name, call.prompt, call.response)
+        joiner.add(call.session, call.prompt, call.response, call.tenant)
     return joiner.conversations()
 
 

@@ -56,12 +56,14 @@ def test_records_of_tenants_stay_apart(tmp_path: Path) -> None:
     assert shown(from_records(file, None)) == [("x/a", [1, 2, 3], ((1, 3),)), ("y/a", [1, 2, 3], ((1, 3),))]
 
 
-def test_a_slash_in_the_name_of_a_tenant_makes_it_no_other_one(tmp_path: Path) -> None:
+def test_a_slash_in_a_name_makes_it_no_other_one(tmp_path: Path) -> None:
     file = tmp_path / "calls.jsonl"
     first = {"tenant": "x/y", "session": "a", "prompt_token_ids": [1], "response_token_ids": [2, 3]}
     second = {"tenant": "x", "session": "y/a", "prompt_token_ids": [1, 2, 3], "response_token_ids": [4, 5]}
-    file.write_text("".join(json.dumps(call) + "\n" for call in (first, second)))
-    assert [each.tokens.tolist() for each in from_records(file, None)] == [[1, 2, 3], [1, 2, 3, 4, 5]]
+    third = {"session": "x/y/a", "prompt_token_ids": [1, 2, 3, 4, 5], "response_token_ids": [6, 7]}
+    file.write_text("".join(json.dumps(call) + "\n" for call in (first, second, third)))
+    found = [each.tokens.tolist() for each in from_records(file, None)]
+    assert found == [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]]
 
 
 class Log:
