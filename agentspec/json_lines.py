@@ -32,7 +32,7 @@ def read_objects(
                 logger.warning("%s, line %d: has no end yet, and is left out", path, number)
                 return
             why = f"not JSON in UTF-8 ({error}); write one JSON object a line"
-            raise InvalidInputError(f"{path}, line {number}: {refused(error) or why}") from None
+            raise InvalidInputError(f"{path}, line {number}: {why_refused(error) or why}") from None
         if not isinstance(value, dict):
             raise InvalidInputError(
                 f"{path}, line {number}: an object expected, got {type(value).__name__}; write one JSON object a line"
@@ -45,7 +45,7 @@ class RepeatedFieldError(ValueError):
     """An object of JSON has a field twice, of which JSON's readers take the last."""
 
 
-def refused(error: Exception) -> str | None:
+def why_refused(error: Exception) -> str | None:
     """Return what is wrong with JSON that was not read though it is JSON; None where it is none.
 
     A field stands there twice, or Python refuses a whole number for its length.

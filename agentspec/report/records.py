@@ -126,8 +126,9 @@ def read_run(path: str | Path) -> Run:
             raise _refused(path, number, error) from error
     if not sessions:
         raise broken or InvalidInputError(f"{path}: the record is empty")
-    _tell_apart(list(sessions.values()))
-    return Run(list(sessions.values()))
+    run = Run(list(sessions.values()))
+    _tell_apart(run.sessions)
+    return run
 
 
 def _tell_apart(sessions: Sequence[Session]) -> None:

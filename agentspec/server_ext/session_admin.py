@@ -229,9 +229,10 @@ class SessionAdmin:
             for usage in store.sessions(log):
                 if usage.session:
                     held.setdefault(usage.session, []).append((log, usage))
-        newest_last = {session: sorted(parts, key=lambda part: part[1].used) for session, parts in held.items()}
+        for parts in held.values():
+            parts.sort(key=lambda part: part[1].used)
         last = math.inf  # when the latest one that was yielded was used
-        for session, parts in sorted(newest_last.items(), key=lambda item: -item[1][-1][1].used):
+        for session, parts in sorted(held.items(), key=lambda item: -item[1][-1][1].used):
             used = parts[-1][1].used
             if count <= 0 and used < last:
                 return

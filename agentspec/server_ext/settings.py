@@ -34,7 +34,7 @@ from agentspec.cache.store import (
 from agentspec.cache.types import DEFAULT_MAX_BYTES, MAX_QUOTABLE, HistoryWindow
 from agentspec.errors import ConfigurationError, StoreUnavailableError
 from agentspec.identifiers import check_session_id
-from agentspec.json_lines import object_of, refused
+from agentspec.json_lines import object_of, why_refused
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ def json_object(name: str, text: str, what: str = "a JSON object") -> dict[str, 
     try:
         value = json.loads(text, object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
-        why = refused(error)
+        why = why_refused(error)
         raise ConfigurationError(f"{name}: {why}" if why else f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigurationError(f"{name} must be {what}, got {type(value).__name__}")

@@ -31,7 +31,7 @@ from agentspec.addresses import names_loopback
 from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.identifiers import from_header
-from agentspec.json_lines import refused
+from agentspec.json_lines import why_refused
 from agentspec.server_ext.api.imports import MAX_TURNS, Imports
 from agentspec.server_ext.api.path_ids import any_id
 from agentspec.server_ext.api.session_texts import FormatVersion, SessionTexts, turns_of
@@ -126,7 +126,7 @@ async def list_sessions(
         found |= {session["key"]: session for session in answer}
     newest = sorted(found.values(), key=lambda session: -session["used"])
     last = newest[count - 1]["used"] if 0 < count <= len(newest) else None
-    page = [session for session in newest if count and (last is None or session["used"] >= last)]
+    page = [session for session in newest if last is None or session["used"] >= last]
     shown = page if admin else [{name: session[name] for name in session if name != "key"} for session in page]
     return {"sessions": shown, "next": last}
 
@@ -280,7 +280,7 @@ def _parse(body: bytes | bytearray) -> ExportedSession | SessionTexts:
         remedy = f"; {_GIVE_EXPORT}" if first["type"] == "missing" else ""
         raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}{remedy}") from None
     except ValueError as error:
-        why = refused(error) or f"not JSON; {_GIVE_EXPORT}"
+        why = why_refused(error) or f"not JSON; {_GIVE_EXPORT}"
         raise _refused(f"body: {why}") from None
 
 
