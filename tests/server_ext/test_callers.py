@@ -3,18 +3,14 @@
 import hashlib
 import os
 import time
-from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from agentspec.cache.store import NewEntry, open_store
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.identity.callers import NOBODY, ApiKeysFile, Caller, Callers, Presented, shows_admin_key
-from agentspec.server_ext.identity.server_secrets import admin_key, check_secrets, keep_secret, server_secret
 from agentspec.server_ext.settings import Settings, load_settings
-from agentspec.testing.redis_server import RedisServer
 
 SECRET = b"the secret of these tests"
 
@@ -259,72 +255,7 @@ class TestApiKeysFile:
         assert (found.tenant_of("ada"), found.tenant_of("bob")) == (None, "moved")
 
 
-class TestSecrets:
-    def test_the_environments_secret_is_used_and_not_handed_on(self) -> None:
-        environ = {"AGENTSPEC_SECRET": "0123456789abcdef"}
-        assert server_secret(Settings(store="memory://"), environ) == b"0123456789abcdef"
-        assert len(environ) == 1
-
-    @pytest.mark.parametrize("variable", ["AGENTSPEC_SECRET", "AGENTSPEC_ADMIN_KEY"])
-    def test_a_short_one_is_refused_without_being_shown(self, variable: str) -> None:
-        environ = {variable: "hunter2"}
-        with pytest.raises(ConfigurationError, match=f"{variable}: at least 16") as error:
-            server_secret(Settings(store="memory://"), environ)
-            admin_key(environ)
-        assert "hunter2" not in str(error.value)
-
-    @pytest.mark.parametrize("variable", ["AGENTSPEC_SECRET", "AGENTSPEC_ADMIN_KEY"])
-    def test_one_that_is_not_utf_8_is_refused_at_the_start(
-        self, variable: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A secret was a traceback while vLLM started, an administrator's key HTTP 500 for every key that is wrong."""
-        monkeypatch.setenv(variable, os.fsdecode(b"\xff" * 20))
-        with pytest.raises(ConfigurationError, match=f"{variable}: it is not UTF-8"):
-            check_secrets()
-
-    @pytest.mark.parametrize("key", ["0123456789abcdef\n", " 0123456789abcdef", "01234567\r\n89abcdef", " " * 20])
-    def test_an_admin_key_that_no_header_can_hold_is_refused(self, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As one from a file that ends with a line break: the server started, and no key was the administrator's."""
-        monkeypatch.setenv("AGENTSPEC_ADMIN_KEY", key)
-        with pytest.raises(ConfigurationError, match="AGENTSPEC_ADMIN_KEY: no request can show it") as error:
-            check_secrets()
-        assert "0123" not in str(error.value)
-
-    def test_each_store_has_a_secret_and_is_asked_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        one, other = (Settings(store=f"sqlite:///{tmp_path / name}.db") for name in ("one", "other"))
-        environ: dict[str, str] = {}
-        first = server_secret(one, environ)
-        second = server_secret(other, environ)  # an engine that this process starts later
-        assert second != first == server_secret(one, environ) and len(first) == 64
-        monkeypatch.setattr("agentspec.server_ext.identity.server_secrets.open_store", None)
-        assert server_secret(one, dict(environ)) == first  # in a process that it started
-        assert str(tmp_path) not in str(environ)
-
-    def test_a_store_that_is_away_costs_stored_sessions_and_not_the_start(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        away = Settings(store="redis://user:hunter2@127.0.0.1:1/0")
-        environ: dict[str, str] = {}
-        secret = server_secret(away, environ)
-        assert len(secret) == 64 and server_secret(away, environ) == secret
-        assert "AGENTSPEC_SECRET" in caplog.text and "hunter2" not in caplog.text
-        assert server_secret(away, {}) != secret
-
-    def test_a_store_that_is_emptied_takes_the_servers_secret_again_but_not_the_environments(self) -> None:
-        with RedisServer() as server:
-            settings, environ = Settings(store=server.url), dict[str, str]()
-            for given in ({}, {"AGENTSPEC_SECRET": "0123456789abcdef"}):
-                secret = server_secret(settings, environ | given)
-                with closing(open_store(server.url)) as store:
-                    keep_secret(store, secret, given)
-                    store.append("0123", [NewEntry("s", b"1")])
-                    server.client().flushall()
-                    store.append("0123", [NewEntry("s", b"2")])
-                    held = server.client().get("agentspec:secret")
-                    assert held == (None if given else bytes.fromhex(secret.decode()))
-                    if not given:
-                        assert server_secret(settings, {}) == secret  # of a server that starts now
-
+class TestAdminKey:
     def test_only_the_whole_admin_key_is_the_admin_key(self) -> None:
         environ = {"AGENTSPEC_ADMIN_KEY": "0123456789abcdef"}
         assert shows_admin_key(sent(key="0123456789abcdef", verified=False), environ)
@@ -332,9 +263,3 @@ class TestSecrets:
             assert not shows_admin_key(presented, environ)
         assert not shows_admin_key(sent(key=""), {}) and not shows_admin_key(sent(), {"AGENTSPEC_ADMIN_KEY": ""})
         assert not shows_admin_key(sent(key="0123456789abcdef"), {})
-
-    def test_no_secret_is_in_the_settings_that_vllm_prints(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("AGENTSPEC_SECRET", "0123456789abcdef")
-        monkeypatch.setenv("AGENTSPEC_ADMIN_KEY", "fedcba9876543210")
-        shown = repr(load_settings({}, os.environ))
-        assert "0123456789abcdef" not in shown and "fedcba9876543210" not in shown

@@ -152,6 +152,11 @@ def test_the_secret_is_made_once(store: Store) -> None:
     assert len(set(found[0])) > 8
 
 
+def test_a_store_keeps_the_latest_id_of_a_secret(store: Store) -> None:
+    before = [store.swap_secret_id(secret_id) for secret_id in ("first", "first", "second", "first")]
+    assert before == [None, "first", "first", "second"]
+
+
 def test_an_empty_append_and_an_empty_log(store: Store) -> None:
     store.append(NS, [])
     assert payloads(store) == []

@@ -217,6 +217,13 @@ class Store(Protocol):
         """Put this secret into the store where it has lost its own. It is the one that this process goes on with."""
         ...
 
+    def swap_secret_id(self, secret_id: str) -> str | None:
+        """Keep the id of the secret under which its servers name what they store, and return the one kept before.
+
+        None: there was none, as in a new store.
+        """
+        ...
+
     def usage(self) -> Usage:
         """Return the records and bytes of all namespaces together."""
         ...

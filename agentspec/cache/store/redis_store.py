@@ -11,6 +11,7 @@ All keys of a namespace have one hash tag, so that a cluster keeps them on one n
     {prefix:namespace}:3:d:ID        what is left of an erased session; all of these are in the set :3:doomed
     {prefix:namespace}:3:w:WRITER    number and first id of the last batch that this writer has appended; expires
     prefix:secret, prefix:shards     the store's secret; the number of shards
+    prefix:secret-id                 the id of the secret that the latest server to start has, its own or this one
     prefix:namespace                 channel on which each append and erasure is published
 
 and redis_index.py describes the index of all logs.
@@ -231,6 +232,13 @@ class RedisStore:
 
     def keep_secret(self, secret: bytes) -> None:
         self._secret = secret
+
+    def swap_secret_id(self, secret_id: str) -> str | None:
+        key = f"{self.prefix}:secret-id"
+        before: bytes | None = self.command("GET", key)
+        if before != secret_id.encode():  # a full server refuses to set what is there
+            self.command("SET", key, secret_id)
+        return None if before is None else before.decode()
 
     def usage(self) -> Usage:
         return self._trimming.usage()

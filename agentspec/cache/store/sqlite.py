@@ -213,6 +213,15 @@ class _Database:
     def keep_secret(self, secret: bytes) -> None:
         """Do nothing: a file that lost its secret is another file, which is not written to."""
 
+    def swap_secret_id(self, secret_id: str) -> str | None:
+        query = "SELECT value FROM facts WHERE name = 'secret id'"
+        with self._read() as connection:
+            row = connection.execute(query).fetchone()
+        if row is None or row[0] != secret_id:  # else nothing is written, and no other writer waited for
+            with self._write() as connection, transaction(connection):
+                connection.execute("INSERT OR REPLACE INTO facts VALUES ('secret id', ?)", (secret_id,))
+        return None if row is None else str(row[0])
+
     def usage(self) -> Usage:
         with self._read() as connection:
             return Usage(records_held(connection), pragma(connection, "page_count") * PAGE_SIZE)

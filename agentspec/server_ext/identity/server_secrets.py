@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Mapping, MutableMapping
 
-from agentspec.cache.store import Store, open_store
+from agentspec.cache.store import Store, mac, open_store
 from agentspec.errors import ConfigurationError, StoreError
 from agentspec.server_ext.settings import Settings
 
@@ -39,12 +39,27 @@ def server_secret(settings: Settings, environ: MutableMapping[str, str] = os.env
 
 
 def keep_secret(store: Store, secret: bytes, environ: Mapping[str, str] = os.environ) -> None:
-    """Let a store that loses its secret take this server's again. secret: the server's (``server_secret``).
+    """Let a store that loses its secret take this server's again, unless ``AGENTSPEC_SECRET`` gives the server's.
 
-    One that the environment gives is no store's.
+    secret: the server's (``server_secret``).
     """
     if not environ.get(SECRET):
         store.keep_secret(bytes.fromhex(secret.decode()))
+
+
+def warn_of_other_secret(store: Store, secret: bytes) -> None:
+    """Log a warning if the latest server that started on a store had another secret, and keep this one's id there.
+
+    secret: this server's. It finds nothing that was stored under another one, which would look like a lost history.
+    Asks the store, and may wait for it. Raises StoreError.
+    """
+    secret_id = mac(secret, "secret id")
+    if store.swap_secret_id(secret_id) not in (None, secret_id):
+        logger.warning(
+            "agentspec: the server that started on this store before had another secret: what it has stored is not "
+            "found by this one. All servers of a store need the same %s, or none",
+            SECRET,
+        )
 
 
 def check_secrets() -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 from agentspec.cache.store import LogNames, open_store, snapshot_path
 from agentspec.errors import InvalidInputError, first_line
 from agentspec.server_ext.engine import DraftingEngine, make_cache
-from agentspec.server_ext.identity.server_secrets import keep_secret, server_secret
+from agentspec.server_ext.identity.server_secrets import keep_secret, server_secret, warn_of_other_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.pricing import EngineLimits
@@ -24,6 +24,7 @@ def build_engine(vllm_config: Any, settings: Settings, max_draft: int, limits: E
     keep_secret(store, secret)
     cache = make_cache(settings, vllm_config.model_config.get_vocab_size(), max_draft)
     persistence = Persistence(cache, store, logs, settings.preload_records, retention, shares.queue)
+    persistence.submit(functools.partial(warn_of_other_secret, secret=secret))
     number = vllm_config.parallel_config.data_parallel_index
     snapshot = snapshot_path(settings.store, logs.of(settings.tenant), number)
     tokenize = served_tokenizer(vllm_config.model_config)
