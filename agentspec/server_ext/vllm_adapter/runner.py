@@ -72,8 +72,7 @@ class RunnerExtension:
         if self.engine is not None:
             watch_weights(target, self.engine.note_new_weights)
             restored = self.engine.warm_up()
-            what = "agentspec: restored %d stored turns that no saved suffix indexes held, tenant %s"
-            logger.info(what, restored, self.settings.tenant or "-")
+            logger.info("agentspec: read %d turns from the store, tenant %s", restored, self.settings.tenant or "-")
 
     def close(self) -> None:
         """Write what waits, and the snapshot, because the worker shuts down."""
