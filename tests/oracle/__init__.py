@@ -9,7 +9,8 @@ Read in this order:
 ``session``             a session's turns: a tree in one text
 ``names``               what requests and turns belong to
 ``corpus``              the responses that sessions share
-``entries``             what is kept of finished requests, and what is evicted
+``kept``                what a tenant, a session and a group hold of finished requests
+``entries``             which of them are kept, and what is evicted
 ``request``             a running request
 ``cache``               the calls
 

@@ -13,8 +13,9 @@ from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT
 from agentspec.cache.types import HistoryUnit
 from tests.oracle.arctic_suffix_rule import ArcticSuffixRule
 from tests.oracle.drafting import Draft, ExternalDraft, SuffixDrafter
-from tests.oracle.entries import CacheEntries, Group, Limits, Session, Tenant, work_on
+from tests.oracle.entries import CacheEntries, Limits
 from tests.oracle.index import SuffixIndex
+from tests.oracle.kept import Group, Session, Tenant, work_on
 from tests.oracle.names import Key, Names
 from tests.oracle.request import PUBLIC, Drafted, Request, common_prefix
 from tests.oracle.scoring import Learned

@@ -1,4 +1,4 @@
-"""Specify what is kept of finished requests and what leaves: budgets, eviction, erasure.
+"""Specify which tenants, sessions and groups are kept, and what leaves: budgets, eviction, erasure.
 
 Implemented by csrc/cache/entries, eviction and fair_order. Not specified here: budgets in bytes, which count measured
 memory. They evict in the same order, and tenants that take much beside their texts.
@@ -6,17 +6,16 @@ memory. They evict in the same order, and tenants that take much beside their te
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from agentspec.cache import Budget, DraftPolicy, HistoryWindow
 from tests.oracle.corpus import Corpus
 from tests.oracle.index import SuffixIndex
+from tests.oracle.kept import CacheEntry, Group, Session, Tenant, work_on
 from tests.oracle.names import Key, Names
 from tests.oracle.scoring import Learned
-from tests.oracle.session import Turns
 
 GENERATIONS = 16  # generations of a family that are searched for its root
-PIECE = 64  # units of work between two looks at the clock
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
 ENTRY_WEIGHT = 64  # tokens that a session or group weighs on top of its own
 EVERYTHING = 1 << 62
@@ -25,109 +24,12 @@ NO_LIMIT = Budget()
 TENANT_BITS, SESSION_BITS = 18, 14  # slots of the reranker, as a power of two
 
 
-@dataclass(slots=True)
-class Tenant:
-    """Hold what all sessions of one tenant share: finished responses, and what was learned about drafts."""
-
-    name: str
-    owner: str = ""  # whom it counts for when memory is scarce
-    learned: Learned | None = None
-    used: int = 0
-    running: int = 0
-    corpus: Corpus = field(default_factory=Corpus)
-    loaded: bool = False  # what the store holds of its corpus was restored
-    written: int = 0  # tokens of the responses that its requests finished so far
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """Hold the turns of one conversation."""
-
-    key: Key
-    tenant: Tenant
-    learned: Learned | None = None  # from its requests that share nothing
-    turns: Turns = field(default_factory=Turns)
-    owner: str = ""  # whom it counts for when memory is scarce
-    running: int = 0
-    gone: bool = False
-    loaded: bool = False  # what the store holds of it was restored
-    family: str | None = None  # the session whose agent started this one, or an ancestor of that
-    final: bool = False  # its client has ended it: it goes when none of its requests run
-
-    @property
-    def index(self) -> SuffixIndex:
-        return self.turns.index
-
-    @property
-    def tokens(self) -> int:
-        return len(self.index)
-
-    def held_of(self, prompt: list[int]) -> tuple[int, int]:
-        """Return begin and end of the part of a prompt that the session holds."""
-        known = self.turns.find(prompt)
-        return (min(self.turns.missing_at(known.position), known.length), known.length) if known else (0, 0)
-
-    def advance(self, budget: int) -> int:
-        return self.index.advance(budget)
-
-    def sweep(self, _: int) -> int:
-        return 0
-
-    @property
-    def has_work(self) -> bool:
-        return self.index.pending > 0
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """Hold responses of a tenant's sessions that name the group, or of a family: a session and all that it started."""
-
-    key: Key
-    tenant: Tenant
-    corpus: Corpus = field(default_factory=Corpus)
-    owner: str = ""
-    running: int = 0
-    gone: bool = False
-    loaded: bool = False  # what the store holds of it was restored
-    of_several: bool = False  # it may hold responses of several sessions: all but families without children
-
-    @property
-    def index(self) -> SuffixIndex:
-        return self.corpus.index
-
-    @property
-    def tokens(self) -> int:
-        return self.corpus.tokens
-
-    def advance(self, budget: int) -> int:
-        return self.corpus.advance(budget)
-
-    def sweep(self, budget: int) -> int:
-        return self.corpus.sweep(budget)
-
-    @property
-    def has_work(self) -> bool:
-        return self.corpus.has_work
-
-
-def work_on(part: "Session | Group | Corpus", budget: int) -> int:
-    """Index and sweep in pieces, as far as the budget allows. Return what is left of it."""
-    while budget > 0 and part.has_work:
-        piece = min(budget, PIECE)
-        budget -= min(budget, part.advance(piece) or part.sweep(piece))
-    return budget
-
-
 def heavy(parts: Iterable[tuple[str, int]]) -> set[str]:
     """Return the owners who hold at least about half of what owners hold on average, compared by powers of two."""
     weights: Counter[str] = Counter()
     for owner, weight in parts:
         weights[owner] += weight
     return {name for name, weight in weights.items() if len(weights) << weight.bit_length() > weights.total()}
-
-
-CacheEntry = Session | Group
-"""Evicted as a whole. running: requests that draft from it; while there are any, it is not evicted."""
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from agentspec.cache import SOURCES
 from agentspec.cache.policy import MAX_DRAFT
 from tests.oracle.arctic_suffix_rule import ArcticSuffixRule
 from tests.oracle.drafting import Draft, DraftRequest, MatchState, SuffixDrafter
-from tests.oracle.entries import CacheEntry, Group, Session, Tenant
 from tests.oracle.index import BOUNDARY, OVERLAP, Match, SuffixIndex
+from tests.oracle.kept import CacheEntry, Group, Session, Tenant
 from tests.oracle.scoring import Candidate, Learned
 from tests.oracle.session import BLOCK, Context, Turn
 

@@ -1,4 +1,4 @@
-"""Exports and imports of sessions, and texts that prime one: what is kept, and what is refused by field."""
+"""Exports and imports of sessions: what is kept, and what is refused by field."""
 
 import asyncio
 import json
@@ -27,7 +27,6 @@ from tests.store.helpers import wait_until
 from tests.timing import assert_fast, beside
 
 from .session_server import ADA, BOB, PROMPT, TEXT, VOCABULARY, Server, Start, start
-from .test_endpoints import without_tokenizer
 
 OF_ANOTHER_MODEL = (
     "log: the session was exported from another model or tokenizer, whose tokens mean something else; import it at a "
@@ -297,73 +296,6 @@ class TestExportAndImport:
         for _ in range(3):
             assert server.call(ADA, "GET", "one").status_code == 200
         assert not any(engine._sessions._jobs for engine in server.engines)
-
-
-class TestTexts:
-    """Sessions primed with texts and messages, in the tokens of the model that is served."""
-
-    TEXT = "abcdefghijklmnopqrstuvwxyz"
-
-    @pytest.fixture
-    def server(self, start: Start) -> Server:
-        server = start(ADA, BOB)
-        tokenizer = SimpleNamespace(
-            encode=lambda text, add_special_tokens: [ord(c) for c in text],
-            apply_chat_template=lambda messages, **_: "".join(f"{m['role']}: {m['content']}" for m in messages),
-        )
-        server.get_tokenizer = lambda: tokenizer
-        return server
-
-    def put(self, server: Server, session: str, body: Any, key: str = ADA, **more: Any) -> Any:
-        return server.call(key, "PUT", session, content=json.dumps({"version": 1, **body}), **more)
-
-    @pytest.mark.parametrize("body", [{"texts": [TEXT]}, {"messages": [{"role": "user", "content": TEXT}]}])
-    def test_are_drafted_from_by_their_session_alone(self, server: Server, body: Any) -> None:
-        answer = self.put(server, "one", body)
-        assert answer.json() == {"id": "one", "turns": 1, "added": 1}, answer.text
-        tokens = [ord(c) for c in self.TEXT]
-        for engine in (0, 1):
-            assert server.draws_on(server.identity(ADA, "one"), tokens, engine)
-            assert not server.drafts(server.identity(ADA, "two"), tokens, engine)
-            assert not server.drafts(server.identity(BOB, "one"), tokens, engine)
-        assert self.put(server, "one", body).json()["added"] == 0
-        assert self.put(server, "twice", {"texts": [self.TEXT, self.TEXT]}).json()["added"] == 1
-        assert server.erase(ADA, "one").status_code == 200
-        assert not server.drafts(server.identity(ADA, "one"), tokens)
-
-    def test_only_a_new_session_is_primed_where_that_is_asked_for(self, server: Server) -> None:
-        only: dict[str, Any] = {"params": {"only_new": "true"}}
-        assert self.put(server, "one", {"texts": ["0123456789"]}, **only).json()["added"] == 1
-        assert self.put(server, "one", {"texts": [self.TEXT]}, **only).json()["added"] == 0
-        server.say(server.identity(ADA, "two"))
-        assert self.put(server, "two", {"texts": [self.TEXT]}, **only).json()["added"] == 0
-        assert self.put(server, "two", {"texts": [self.TEXT]}).json()["added"] == 1
-
-    def test_a_server_without_a_tokenizer_says_so(self, server: Server) -> None:
-        server.get_tokenizer = without_tokenizer
-        answer = self.put(server, "one", {"texts": [self.TEXT]})
-        assert (answer.status_code, "--skip-tokenizer-init" in answer.json()["detail"]) == (400, True)
-
-    def test_messages_without_a_usable_template_count_as_their_texts(self, server: Server) -> None:
-        messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"content": self.TEXT}]
-        assert self.put(server, "one", {"messages": messages}).json()["added"] == 1
-        assert server.draws_on(server.identity(ADA, "one"), [ord(c) for c in self.TEXT])
-
-    @pytest.mark.parametrize(
-        ("body", "field"),
-        [
-            ({"texts": "abc"}, "texts"),
-            ({"texts": [1]}, "texts.0"),
-            ({"messages": ["hello"]}, "messages.0"),
-            ({"texts": [], "more": 1}, "more"),
-            ({"texts": ["\u2603"]}, "turns.0"),
-            ({"texts": ["whole", "half a pair: \ud83d"]}, "texts.1"),
-            ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages"),
-        ],
-    )
-    def test_wrong_ones_are_refused_by_field(self, server: Server, body: Any, field: str) -> None:
-        answer = self.put(server, "one", body)
-        assert answer.status_code == 400 and answer.json()["detail"].startswith(field), answer.text
 
 
 @pytest.mark.parametrize("field", ["turns", "texts"])

@@ -10,8 +10,7 @@ import pytest
 from agentspec.cache.store import BackgroundLoader, CircuitBreaker, Entry, TurnRecord, Wanted
 from agentspec.errors import StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, entry_of, gather, number_of, turn, wait_until
-
-from .test_loader import CORPUS, SlowSession, fill, loader, session, store
+from tests.store.loader_fixtures import CORPUS, SlowSession, fill, loader, session, store
 
 __all__ = ["loader", "store"]
 
