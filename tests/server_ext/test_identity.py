@@ -101,6 +101,12 @@ class TestTagging:
         assert identify(tagged).ignored_ids == 1
         msgspec.msgpack.encode(tagged)
 
+    @pytest.mark.parametrize("value", [True, "true", "\ud800", ["\ud800"]])
+    def test_the_end_of_a_session_reaches_the_engine_in_the_identity_alone(self, value: object) -> None:
+        tagged = tagger().tag({"session_id": "s", "session_final": value})
+        assert identify(tagged).final == (value in (True, "true")) and "session_final" not in tagged
+        msgspec.msgpack.encode(tagged)
+
     def test_what_is_ignored_is_said_once_and_without_the_value(self, caplog: pytest.LogCaptureFixture) -> None:
         server = tagger()
         server.tag({"session_id": "usable"})

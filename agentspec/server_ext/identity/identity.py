@@ -136,6 +136,7 @@ class RequestTagger:
         if identity.ignored_ids:  # vLLM answers HTTP 500 for text that is no Unicode, such as a lone surrogate
             for key in _usable_ids(tagged)[1]:
                 del tagged[key]
+        tagged.pop(FINAL_KEY, None)  # the identity says it, and the key may hold such text, too
         tagged[IDENTITY_KEY] = list(astuple(identity))
         return tagged
 
