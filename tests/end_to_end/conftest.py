@@ -58,56 +58,50 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def servers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, database: Path
-) -> Iterator[tuple[ModelServer, ModelServer]]:
-    """(without, with) the extension: the same options, started side by side. One that no test asks for stays down."""
+) -> Iterator[dict[str, ModelServer]]:
+    """The servers that tests ask for, by the names of the fixtures below, started side by side."""
+    stores = {"plain": None, "fast": f"sqlite:///{database}", "priced": "memory://"}
     asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     logs = tmp_path_factory.mktemp("logs")
-    plain = ModelServer(
-        MODEL, agentspec=False, options=OPTIONS, name="demo", log=logs / "plain.log", environment=ENVIRONMENT
-    )
-    fast = ModelServer(
-        MODEL,
-        options=OPTIONS,
-        name="demo",
-        log=logs / "fast.log",
-        environment={**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{database}"},
-    )
-    needed = [server for name, server in (("plain", plain), ("fast", fast)) if name in asked]
+    found = {
+        name: ModelServer(
+            MODEL,
+            agentspec=store is not None,
+            options=(*OPTIONS, *PRICED) if name == "priced" else OPTIONS,
+            name="demo",
+            log=logs / f"{name}.log",
+            environment=ENVIRONMENT if store is None else {**ENVIRONMENT, "AGENTSPEC_STORE": store},
+        )
+        for name, store in stores.items()
+        if name in asked
+    }
     try:
-        for server in needed:
+        for server in found.values():
             server.launch()
-        for server in needed:
+        for server in found.values():
             server.wait()
-        yield plain, fast
+        yield found
     finally:
-        plain.stop()
-        fast.stop()
+        for server in found.values():
+            server.stop()
 
 
 @pytest.fixture(scope="session")
-def plain(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
+def plain(servers: dict[str, ModelServer]) -> ModelServer:
     """vLLM without the extension."""
-    return servers[0]
+    return servers["plain"]
 
 
 @pytest.fixture(scope="session")
-def fast(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
+def fast(servers: dict[str, ModelServer]) -> ModelServer:
     """vLLM with the extension as it is without options, SQLite store."""
-    return servers[1]
+    return servers["fast"]
 
 
 @pytest.fixture(scope="session")
-def priced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+def priced(servers: dict[str, ModelServer]) -> ModelServer:
     """vLLM with the extension and a price, nothing stored."""
-    server = ModelServer(
-        MODEL,
-        options=(*OPTIONS, *PRICED),
-        name="demo",
-        log=tmp_path_factory.mktemp("logs") / "priced.log",
-        environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},
-    )
-    with server:
-        yield server
+    return servers["priced"]
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,9 @@
 Two answers may part at a tie (see ``greedy``), and there may be only a few of them.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -69,10 +71,11 @@ def test_a_prompt_found_in_the_prefix_cache_is_not_filled_up_with_placeholders(f
 def test_streamed_input_behind_a_stop_token_is_answered_alike(tmp_path: Path) -> None:
     """vLLM takes a stop token back that was sampled, and keeps one that was drafted and accepted, as it is computed."""
 
-    plain, drafted = (
-        run_script("streamed_input_run.py", str(MODEL), method, out=tmp_path / f"{method}.json")
-        for method in ("plain", "agentspec")
-    )
+    def run(method: str) -> Any:
+        return run_script("streamed_input_run.py", str(MODEL), method, out=tmp_path / f"{method}.json")
+
+    with ThreadPoolExecutor() as pool:  # each needs half a minute to start
+        plain, drafted = pool.map(run, ("plain", "agentspec"))
     assert drafted["said"] == plain["said"]
     assert drafted["accepted"] > 100
 
