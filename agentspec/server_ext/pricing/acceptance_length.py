@@ -1,7 +1,7 @@
-"""Measure how many tokens a step gives each row: the row that gets fewest limits how long a step may take.
+"""Measure how many tokens a step gives each row. The row that gets fewest limits how long a step may take.
 
-A new row counts with what rows get at their beginning, until it has steps of its own. Loops that begin all the time
-then need not begin with short drafts each time, and short answers that repeat nothing stay protected.
+A new row starts with the mean of all rows' first steps. So agents that send one request after the other need not start
+each with short drafts, and short answers that repeat nothing are still protected from long steps.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from agentspec.server_ext.step import AcceptanceLength, RunningMean
 
 _FIRST_STEPS = 8
-"""Steps that a row's start counts for in its mean, and from which other rows' start is learned."""
+"""Weight of a new row's initial mean, in steps, and number of a row's first steps from which that mean is learned."""
 _MEAN_STEPS = 256
 """Most steps that a mean covers, of a row or of the first steps of all rows."""
 _MANY_ROWS = 16
@@ -19,7 +19,10 @@ _MANY_STEPS = 16
 
 
 class AcceptanceLengths:
-    """Measure the mean acceptance length of each row, the bonus token included. Steps are numbered by the caller."""
+    """Measure the mean acceptance length of each row: tokens per step, the bonus token included.
+
+    The caller numbers the steps.
+    """
 
     def __init__(self) -> None:
         self._start = RunningMean(1.0, _FIRST_STEPS)  # of the first steps of all rows
@@ -28,16 +31,16 @@ class AcceptanceLengths:
         self._measured = -_MANY_STEPS  # the step at which all rows were measured
 
     def begin(self, length: int, step: int) -> AcceptanceLength:
-        """Return the measure of a new row. length: tokens of its text at that step."""
+        """Return the measure of a new row. length: tokens of its text at step ``step``."""
         return AcceptanceLength(length, step, RunningMean(self._start.value, _FIRST_STEPS))
 
     def lowest(self, rows: Sequence[tuple[AcceptanceLength, int]], step: int, count: int) -> float:
         """Note how long the rows' texts are at a step, and return the lowest mean.
 
-        Call it whenever the rows change. A row that the call before did not have is new or was preempted meanwhile, so
-        the steps since it was last there say nothing.
-        rows: measure and tokens of each. count: rows of the batch, of which others get no drafts. If they are half of
-        the batch or more, the result is 1.
+        Call it whenever the rows change. A row that was missing in the call before is new or was preempted, so the
+        steps since it was last there are not counted.
+        rows: each row that gets drafts, as its measure and the tokens of its text. count: all rows of the batch. The
+        result is 1 if at least half of these get no drafts.
         """
         joined = [row for row in rows if row[0] not in self._rows]
         if joined or len(rows) < len(self._rows):

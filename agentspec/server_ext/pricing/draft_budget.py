@@ -13,7 +13,7 @@ latency    A row whose draft is long delays the rows beside it. With more than o
 
 If the drafts exceed the budget, the tokens that are most likely to be accepted stay. That probability is the product
 of the probabilities along the draft. It falls along the draft, so the tokens that stay are its beginning. A part of the
-budget, EVEN_SHARE, is for all rows alike, so that rows with surer drafts leave the others more than long steps.
+budget, EVEN_SHARE, is divided evenly, so that rows with surer drafts don't leave the others nothing but longer steps.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class EngineLimits:
 
     @property
     def draft_bytes(self) -> int | None:
-        """Return the most memory that the draft tokens of a step may take, beyond the memory reserved for some."""
+        """Return the bytes that a step's draft tokens may take beyond the reserved memory; None: not known."""
         return None if self.free_bytes is None else int(MEMORY_SHARE * self.free_bytes)
 
 
@@ -88,10 +88,9 @@ class DraftBudget:
         return tokens
 
     def row_tokens(self, rows: int, budget: int) -> int:
-        """Return how many tokens any of the rows may draft.
+        """Return how many tokens each of the rows may draft: _ROW_SHARES times its even share of the budget.
 
-        That is _ROW_SHARES times its even share of the budget. It serves rows that copy long passages, and `cut` need
-        not discard most of what many rows draft.
+        This is enough for rows that copy long passages, and `cut` need not discard most of what many rows draft.
         """
         return min(max(1, _ROW_SHARES * budget // max(rows, 1)), MAX_DRAFT) if budget > 0 else 0
 
@@ -125,7 +124,7 @@ class DraftBudget:
 def kept_lengths(offsets: Int32Array, probabilities: Float32Array, budget: int) -> Int64:
     """Return [n] how many tokens of each draft stay if ``budget`` of all tokens stay.
 
-    The first tokens of each draft, together EVEN_SHARE of the budget, go before the others, then the most probable.
+    EVEN_SHARE of the budget goes to the first tokens of each draft, evenly, and the rest to the most probable tokens.
     offsets: [n + 1]; draft i is tokens offsets[i] to offsets[i + 1]. probabilities: [total], the probability that each
     token is accepted if those before it in its draft are. Among equally probable tokens, those earlier in their drafts
     stay, then those of earlier rows.

@@ -43,17 +43,17 @@ LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 
 LEAST_AIMED_SHARE = 0.75
 AIMED_DEVIATIONS = 5.0
-"""A measured estimate aims so many usual deviations below the longest duration, so that not half but most steps stay
-within it. It aims at LEAST_AIMED_SHARE of that at least: on a busy machine steps without drafts vary as much."""
+"""Usual deviations by which a measured estimate aims below the longest duration, so that most steps stay within it.
+It aims at LEAST_AIMED_SHARE of that duration or more, because on a busy machine steps without drafts vary as much."""
 _FIRST_PLAIN_EVERY, _PLAIN_EVERY = 4, 128
-"""A step without drafts is measured once in so many steps: until some are known, and from then on."""
+"""Steps with drafts between two measured steps without: until some are measured, and from then on."""
 
 _DRAFTS_EVERY = 32
-"""Most steps in a row without drafts where these would not pay, so that it shows when they pay again."""
+"""Steps in a row without drafts, because they would not pay, until one has drafts to measure whether they pay now."""
 
 _TOGETHER = 16
-"""Number of steps to learn from together, because learning between any two steps takes a multiple of the time. The
-first steps are learned sooner."""
+"""Number of steps to learn from together, because learning after each step takes several times as long. The first steps
+are learned from sooner."""
 _FIXED_ROWS = 100
 """Guess at a step's fixed time, in the time of a row."""
 _GROWTH = 2.0
@@ -69,9 +69,10 @@ class Prices:
     row_seconds: float | None
     """seconds of a step without drafts, divided by its rows; None: not measured yet"""
     plain_share: float | None = None
-    """a step without drafts, as a share of one with drafts less its draft tokens; None: drafts are not measured yet"""
+    """duration of a step without drafts, as a share of that of a step with drafts less its draft tokens' time;
+    None: drafts are not measured yet"""
     token_share: float = 0.0
-    """what each draft token adds to a step, as a share of one with drafts less its draft tokens"""
+    """time that each draft token adds to a step, as a share of the same duration"""
 
 
 class StepCost:
@@ -113,8 +114,8 @@ class StepCost:
         """Return whether ``drafted`` tokens earn the time that any draft adds to a step, if ``expected`` are accepted.
 
         They do if they raise the tokens per second, (rows + expected) / seconds. True where the price is given, and
-        until steps with drafts are measured. Now and then the opposite is returned, so that both go on being measured:
-        unless drafts are worth it even where any draft doubles a step.
+        until steps with drafts are measured. Now and then it returns the opposite, so that steps with and without
+        drafts stay measured. Drafts that would pay even if they doubled the step are never left out for this.
         """
         prices = self.at(rows)
         if prices.plain_share is None:
@@ -131,9 +132,9 @@ class StepCost:
         return True
 
     def should_measure_plain(self, rows: int) -> bool:
-        """Return whether the next step of ``rows`` rows should have no drafts, so that the duration of such is known.
+        """Return whether the next step of ``rows`` rows should have no drafts, so that such steps stay measured.
 
-        Ask only where drafts are cut. If nearly all steps have drafts, one in each 128 should have none.
+        Ask only where drafts are cut. If nearly all steps have drafts, one in 128 should have none.
         """
         times = self._row_times.get(_bucket(rows))
         if self.given is not None or rows < 2 or times is None or times.with_drafts is None:
@@ -150,22 +151,21 @@ class StepCost:
         acceptance_length: the lowest mean acceptance length of a row. It decides how long the step may take, in
         multiples of one without drafts (`_longest_multiple`).
 
-        If the price is given, d tokens fit if a + b * d = multiple * a: a seconds are those of a step without drafts, b
-        those of a draft token, and the price is b * rows / a.
+        If the price is given, d tokens fit where a + b * d = multiple * a: a is the time of a step without drafts, b
+        the time of a draft token, and the price is b * rows / a.
 
         If it is measured:
 
-        - A usual step's draft tokens fit, and as many more as the time has room for that is left beyond such a step. A
-          part of that time is kept free (`_aimed_share`).
+        - A usual step's draft tokens fit, and as many more as fit into the allowed time beyond such a step. A part of
+          the allowed time is kept free (`_aimed_share`).
         - The seconds of a draft token are guessed with care: a posterior mean, under a prior by which it takes as long
           as a row, plus its standard deviation. They are at most those of a usual step divided by all its tokens,
           unless the mean alone is more.
         - A line says little about steps far beyond the measured ones (on CPUs the time grows faster). So at most
           _GROWTH times the most draft tokens measured fit.
-        - At least one token for each row fits where steps may take twice as long. Until draft tokens are measured it
-          is that number.
+        - At least ``longest_step`` - 1 tokens for each row fit. Until draft tokens are measured, no more do.
 
-        Means are compared, because on a busy machine steps without drafts vary as much.
+        All durations are means, because on a busy machine single steps without drafts vary as much.
         """
         if self._longest_step is None:
             return float("inf")
@@ -214,7 +214,7 @@ class StepCost:
         return json.dumps({"steps": self._steps, "batches": row_times}).encode()
 
     def restore(self, dumped: bytes) -> None:
-        """Take over what another process measured. Ignores anything that is not from ``dump``.
+        """Take over what another process measured. Logs and ignores anything that is not from ``dump``.
 
         The largest step is not taken over, because the memory and the kernels of each size are new in this process.
         """
@@ -273,7 +273,7 @@ class StepCost:
         cost = self._guess(times.rows)
         drafted = 0.0 if times.with_drafts is None else times.share * times.with_drafts.drafted
         guess = cost * times.seconds / (times.rows + cost * drafted)  # a share of a step without its draft tokens
-        slope, evidence, _ = self._posterior(times, guess, guess)  # which may be wrong by its own size
+        slope, evidence, _ = self._posterior(times, guess, guess)  # the guess may be wrong by its own size
         return slope, evidence
 
     def _guess(self, rows: int) -> float:
@@ -306,8 +306,8 @@ class StepCost:
 def _longest_multiple(longest_step: float, acceptance_length: float) -> float:
     """Return how long a step may take, in multiples of one without drafts. acceptance_length: the lowest of its rows.
 
-    A row that gets little more than a token a step notices long steps as pauses: they stay within longest_step. From
-    there on each token that it accepts earns as much again, so its mean time for a token stays within that, too.
+    A row that gets about one token a step notices long steps as pauses, so its steps stay within ``longest_step``.
+    Where each row gets more, steps may take longer in proportion: the mean time for a token stays within it, too.
     """
     return longest_step * max(1.0, acceptance_length - 0.5)
 

@@ -1,4 +1,7 @@
-"""Say what the drafts of a step may cost, from what earlier steps took and gave. Needs no engine and does no I/O."""
+"""Say what the drafts of a step may cost, from the durations and accepted tokens of earlier steps.
+
+Needs no engine and does no I/O.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from agentspec.server_ext.settings import LONGEST_STEP
 from agentspec.server_ext.step import AcceptanceLength
 
 _PRICED_STEPS = 16
-"""Most steps until an allowance follows what the rows accept."""
+"""Most steps for which an allowance holds. Then it is computed anew from what the rows accept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +24,9 @@ class Allowance:
     """Hold what a batch's steps may draft.
 
     cost: price of verifying one more token, as a share of a decode step. tokens: most draft tokens of a step.
-    by_latency: whether the duration of steps is what limits them. row_tokens: most draft tokens of one row. work: CPU
-    seconds of a step for work beside drafting (`WorkTime`). All hold for this version of the step cost, and before step
-    ``until``.
+    by_latency: whether the duration of steps limits the tokens. row_tokens: most draft tokens of one row. work: CPU
+    seconds of a step for work beside drafting (`WorkTime`). All hold while the step cost has this ``version``, and
+    before step ``until``.
     """
 
     cost: float = 0.0
@@ -36,7 +39,7 @@ class Allowance:
 
 
 class StepPricing:
-    """Measure steps, price the next ones, and cut their drafts. Steps are numbered by the caller.
+    """Measure steps, price the next ones, and cut their drafts. The caller numbers the steps.
 
     given: the operator's price of a token, as a share of a decode step; None: it is measured. step_tokens: the
     operator's limit on the draft tokens of a step. limits: the engine's. longest_step: the operator's limit on the
@@ -81,8 +84,8 @@ class StepPricing:
     def cut(self, drafts: StepDrafts, allowance: Allowance, count: int) -> list[list[int]]:
         """Return the drafts of a batch of ``count`` rows as lists of token ids, cut to the allowance.
 
-        All are left out where they would not earn what a step takes for having any; and now and then where they would
-        be cut, so that the duration of a step without any is known.
+        All drafts are left out if they would not earn the time that any draft adds to a step. Where the latency limit
+        would cut them, all are left out now and then, so that the duration of a step without drafts stays known.
         """
         total = len(drafts.token_ids)
         if total > allowance.tokens:

@@ -18,12 +18,12 @@ _FINEST_NOISE, _FIRST_NOISE = 0.01, 0.05
 _DEVIATIONS = 1.25
 """Standard deviation of normal noise, in mean absolute deviations."""
 _PLAIN_SHARE, _PLAIN_TRUST = 0.8, 1.0
-"""Guess at how long a step without drafts takes, as a share of one with drafts less its draft tokens; it counts as so
-many measured steps. Any draft costs something by itself."""
+"""Guess at the duration of a step without drafts, as a share of that of a step with drafts less its draft tokens' time,
+and the guess's weight in steps. The share is below 1, because having any draft takes time by itself."""
 _PLAIN_STEPS = 16
-"""Number of latest steps without drafts that their share covers."""
+"""Number of latest steps without drafts from which that share is measured."""
 _LEAST_SHARE = 0.05
-"""Least duration that a step is expected to take whatever the slope, as a share of the mean: none takes no time."""
+"""Least expected duration of a step, whatever the slope, as a share of the mean, because no step takes no time."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,9 @@ class StepTimes:
     """Keep means and least-squares sums of steps with some number of rows: of those with drafts, or of the others."""
 
     seconds: float
+    """mean duration of a step"""
     drafted: float
+    """mean number of draft tokens of a step"""
     noise: float
     """mean absolute deviation from the expected duration, in seconds"""
     count: int
@@ -44,7 +46,10 @@ class StepTimes:
 
     @classmethod
     def of_first(cls, steps: list[tuple[int, float]], slope: float, as_of: int) -> "StepTimes":
-        """Return what these first steps tell, given as (draft tokens, seconds)."""
+        """Return the measurements of the first steps, given as (draft tokens, seconds).
+
+        slope: seconds that a draft token takes, as far as known. as_of: number of the latest step.
+        """
         middle = median(seconds for _, seconds in steps)
         drafted = sum(d for d, _ in steps) / len(steps)
         noise = median(abs(seconds - middle) for _, seconds in steps)
@@ -56,12 +61,12 @@ class StepTimes:
         return times
 
     def forget(self, step: int) -> None:
-        """Reduce the sums by the steps since they were last reduced."""
+        """Reduce both sums, because steps have passed since they were last reduced. step: number of the latest one."""
         kept = (1.0 - 1.0 / _SLOPE_STEPS) ** (step - self.as_of)
         self.dd, self.dt, self.as_of = self.dd * kept, self.dt * kept, step
 
     def believed(self, off: float, t: float, slope: float) -> float:
-        """Return t, clipped to near the expected time of a step with ``off`` more draft tokens than usual."""
+        """Return t seconds, clipped to near the expected time of a step with ``off`` draft tokens beyond the mean."""
         expected = max(self.seconds + slope * off, _LEAST_SHARE * self.seconds)
         limit = _OUTLIER * self.noise
         return min(max(t, expected - limit), expected + limit)
@@ -90,18 +95,19 @@ class StepTimes:
 
 @dataclass(slots=True)
 class PlainSteps:
-    """Compare the steps of a batch without drafts to those with drafts at that time. All are means."""
+    """Compare the steps without drafts of some number of rows with the steps with drafts around them."""
 
     steps: int = 0
+    """number of the steps without drafts"""
     seconds: float = 0.0
-    """of the steps without drafts"""
+    """mean duration of the steps without drafts"""
     beside: float = 0.0
-    """seconds of those with drafts"""
+    """mean duration of the steps with drafts at that time, in seconds"""
     drafted: float = 0.0
-    """draft tokens of those"""
+    """mean number of draft tokens of the steps with drafts"""
 
     def learn(self, seconds: float, drafts: StepTimes, steps: int = 1) -> None:
-        """Learn from ``steps`` steps without drafts, of ``seconds`` each. drafts: the level of those with drafts."""
+        """Learn from ``steps`` steps without drafts, of ``seconds`` each. drafts: the present means with drafts."""
         self.steps += steps
         weight = steps / min(self.steps, _PLAIN_STEPS)
         self.seconds += weight * (seconds - self.seconds)
@@ -109,7 +115,7 @@ class PlainSteps:
         self.drafted += weight * (drafts.drafted - self.drafted)
 
     def share(self, slope: float) -> float:
-        """Return how long a step without drafts takes, as a share of one with drafts less its draft tokens."""
+        """Return the duration of a step without drafts, as a share of one with drafts less its draft tokens' time."""
         if self.steps == 0:
             return _PLAIN_SHARE
         known = min(self.steps, _PLAIN_STEPS)
@@ -145,7 +151,7 @@ class RowTimes:
         return self.with_drafts is not None or self.without_drafts is not None
 
     def learn(self, d: int, t: float, slope: float, step: int) -> None:
-        """Learn from a step of d draft tokens and t seconds. The first are collected, and learned from together."""
+        """Learn from a step of d draft tokens and t seconds. The first _SETTLING steps are learned from together."""
         drafts = d > 0
         self.count += 1
         self.share += max(1.0 / self.count, 1.0 / _MEAN_STEPS) * (drafts - self.share)
@@ -172,7 +178,7 @@ class RowTimes:
 
     @property
     def usual(self) -> StepTimes:
-        """Return the times of the steps with drafts, or else of those without. One of them is known (`settled`)."""
+        """Return the times of the steps with drafts, or else of those without. Ask only once `settled`."""
         usual = self.with_drafts or self.without_drafts
         assert usual is not None
         return usual
@@ -201,7 +207,7 @@ class RowTimes:
 
     @classmethod
     def restored(cls, rows: int, kept: dict[str, Any]) -> "RowTimes":
-        """Return the measurements of ``dump``. Raises ValueError, TypeError, KeyError or AttributeError on others."""
+        """Return the measurements from ``dump``. Raises ValueError, TypeError, KeyError or AttributeError otherwise."""
         times = cls(rows)
         levels = {bool(int(drafts)): StepTimes(**level) for drafts, level in kept["levels"].items()}
         times.with_drafts, times.without_drafts = levels.get(True), levels.get(False)

@@ -1,8 +1,9 @@
 """Measure the CPU time that steps spend on work beside drafting, and divide what they may spend.
 
 That work is starting and finishing requests, applying stored turns, indexing and evicting. A step spends at most
-_WORK_SHARE of its duration on it, and DEFAULT_WORK_SECONDS, in front of its forward pass and behind it; what is left
-waits for later steps. A step's duration is measured in wall-clock time, the work in CPU time of the engine's thread.
+_WORK_SHARE of its duration on it, and never more than DEFAULT_WORK_SECONDS, before and after its forward pass together.
+Other work waits for later steps. A step's duration is measured in wall-clock time, the work in CPU time of the engine's
+thread.
 """
 
 import time
@@ -12,22 +13,22 @@ from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 _WORK_SHARE = 0.02
 """Most CPU time that the work takes, as a share of a step's duration."""
 _MOST_WAITS = 2
-"""Steps in a row in which stored turns wait because starts and ends have taken the time for them."""
+"""Most steps in a row in which stored turns wait because starts and ends took all the time."""
 
 
 class WorkTime:
     """Divide a step's CPU time for work: to starts and ends first, then to stored turns, then to indexing.
 
-    Steps are told by ``tick``, and work in the engine's thread by ``begin_work`` and ``end_work``. ``allowed`` is a
+    Call ``tick`` in each step, and ``begin_work`` and ``end_work`` around work in the engine's thread. ``allowed`` is a
     step's time for work, in seconds, as ``in_step`` or ``in_latest_step`` returns it. begun: whether requests have
-    begun in front of this step's forward pass.
+    begun before this step's forward pass.
     """
 
     def __init__(self) -> None:
         self.begun = False
         self._called = 0.0  # when `tick` was called last
         self._elapsed = 0.0  # seconds between its last two calls
-        self._usual = 0.0  # seconds between calls, of late; pauses and prompts weigh little. 0.0: not known yet
+        self._usual = 0.0  # usual seconds between calls, in which pauses and prompts weigh little; 0.0: not known yet
         self._spent_ns = 0  # spent since the latest step, except by the cache
         self._began_ns = 0  # the thread's CPU time when the latest work began
         self._cache_ns = 0  # spent by the cache up to the latest step
@@ -52,23 +53,24 @@ class WorkTime:
         return min(_WORK_SHARE * self._elapsed, DEFAULT_WORK_SECONDS)
 
     def for_stored_turns_first(self) -> float:
-        """Return the seconds for applying stored turns in front of a forward pass; none need wait behind it then."""
+        """Return the seconds for applying stored turns before a forward pass. They no longer count as waiting."""
         self._waits = 0
         return DEFAULT_WORK_SECONDS / 2
 
     def for_begun(self) -> float:
-        """Return the seconds for starting requests in front of a forward pass, which takes long with their prompts."""
+        """Return the seconds for starting requests before a forward pass, which is long as it has their prompts."""
         return DEFAULT_WORK_SECONDS - self._spent()
 
     def for_turnover(self, allowed: float) -> float:
-        """Return the seconds for starting and finishing requests: none where they made stored turns wait just now."""
+        """Return the seconds for starting and finishing requests: 0 if stored turns had to wait in the step before."""
         return 0.0 if self._waits else max(allowed - 1e-9 * self._spent_ns, 0.0)
 
     def for_stored_turns(self, allowed: float, *, any_wait: bool) -> float | None:
         """Return the seconds for applying stored turns; None: they wait for the next step.
 
-        The other half of the step's time is for indexing what is applied. They wait for _MOST_WAITS steps in a row at
-        most: steps that all begin requests would apply nothing. any_wait: whether there are any.
+        They get half of the step's time, and indexing them gets the other half. They wait at most _MOST_WAITS steps in
+        a row, because otherwise no turn would be applied while every step begins requests. any_wait: whether turns
+        are ready to be applied.
         """
         left = allowed / 2 - self._spent()
         waits = any_wait and left <= 0 and not self.must_apply()
@@ -80,10 +82,10 @@ class WorkTime:
         return self._waits >= _MOST_WAITS
 
     def for_indexing(self, allowed: float, *, halved: bool) -> float:
-        """Return the seconds for indexing: what starts and ends have left, and a quarter in any case.
+        """Return the seconds for indexing: what other work has left, but at least a quarter of the time for indexing.
 
-        A step that took longer than others, as by computing prompts, has more time. halved: whether stored turns had
-        the other half of the step's time.
+        A step that took longer than others, for example because it computed prompts, has more time. halved: whether
+        half of the step's time was for stored turns.
         """
         allowed = max(allowed, self.in_latest_step())
         half = allowed / 2 if halved else allowed
@@ -98,13 +100,13 @@ class WorkTime:
         self._spent_ns += time.thread_time_ns() - self._began_ns
 
     def note_cache(self, worked_ns: int) -> None:
-        """Note what the cache has spent by now (``SuffixCache.worked_ns``), so that no step is charged for it."""
+        """Charge no step for the cache's work up to now. worked_ns: that work, from ``SuffixCache.worked_ns``."""
         self._cache_ns = worked_ns
 
     def take(self, worked_ns: int) -> tuple[int, int]:
-        """Return the nanoseconds of the cache's work since the latest step, and of all work, and begin anew.
+        """Return the nanoseconds of the cache's work and of all work since the latest step, and reset both.
 
-        worked_ns: what the cache has spent by now (``SuffixCache.worked_ns``).
+        worked_ns: the cache's work up to now, from ``SuffixCache.worked_ns``.
         """
         by_cache = worked_ns - self._cache_ns
         spent, self._cache_ns, self._spent_ns = self._spent_ns + by_cache, worked_ns, 0
@@ -112,5 +114,5 @@ class WorkTime:
         return by_cache, spent
 
     def _spent(self) -> float:
-        """Return the seconds spent since the latest step, with those of the work that has begun."""
+        """Return the seconds spent since the latest step, including the work in progress."""
         return 1e-9 * (self._spent_ns + time.thread_time_ns() - self._began_ns)

@@ -17,7 +17,10 @@ from agentspec.server_ext.step import NewRequest, RequestState
 logger = logging.getLogger(__name__)
 
 _TOLD_SECONDS = 1.0
-"""How long a response waits to be told its length. It is told at once, unless its caller has gone."""
+"""Longest time that an ended request waits to be told its response's length, in seconds.
+
+The API server tells it at once, unless the caller has gone.
+"""
 
 
 class RunningRequests:
@@ -33,7 +36,7 @@ class RunningRequests:
         self._warned = False  # whether the log has said that a tenant is outdated
 
     def of(self, request_ids: Iterable[str]) -> list[RequestState]:
-        """Return the states of those of these requests that have begun and not ended."""
+        """Return the states of these requests, without those that have not begun or have ended."""
         return [self.by_id[request_id] for request_id in request_ids if request_id in self.by_id]
 
     def unfailed(self) -> list[RequestState]:
@@ -48,7 +51,10 @@ class RunningRequests:
                 self._cached.drop(state.request_id)
 
     def make_way(self, outdated: Set[str | None]) -> None:
-        """Let outdated tenants be forgotten: stop drafting for their running requests, and keep nothing of them."""
+        """Stop drafting for the running requests of these tenants, and keep nothing of them.
+
+        outdated: tenants to be forgotten, which can only be done once none of their requests is in the cache.
+        """
         running = [state for state in self.unfailed() if state.identity.tenant in outdated]
         self.fail(running)
         if running and not self._warned:
@@ -60,9 +66,10 @@ class RunningRequests:
             )
 
     def begin(self, new: NewRequest, step: int) -> None:
-        """Let a request of that step wait for its start.
+        """Queue a request for its start. step: number of the latest step.
 
-        One that is known has grown by streamed input. Its response ends before; all its tokens must be counted by now.
+        If the request is running already, streamed input has extended its prompt. Then its response so far ends first,
+        and all tokens of that response must be counted by now.
         """
         known = self.by_id.get(new.request_id)
         if known is not None:
@@ -84,7 +91,7 @@ class RunningRequests:
     def end(
         self, request_id: str, output_limit: int | None, text: Text | None = None, *, may_be_shorter: bool = False
     ) -> None:
-        """Let a request wait for its end. The arguments are those of ``DraftingEngine.finish``."""
+        """Queue a request for its end. The arguments are those of ``DraftingEngine.finish``."""
         state = self.by_id.get(request_id)
         if state is not None:
             until = time.monotonic() + _TOLD_SECONDS if may_be_shorter else 0.0
@@ -95,14 +102,15 @@ class RunningRequests:
                 self._traces.end()
 
     def finish_if_idle(self) -> None:
-        """Finish all that wait where no request runs any more, because no step may follow."""
+        """Finish all waiting requests if no request runs any more, because no step may follow."""
         if not self.by_id:
             self.turnover.finish_all()
 
     def note_lengths(self, lengths: Mapping[str, int]) -> None:
         """Note how many tokens of their responses callers got. lengths: by request id; unknown ones are ignored.
 
-        vLLM finds stop texts in the API server. The engine has verified what follows by then, and often goes on.
+        vLLM looks for stop texts in the API server. When it finds one, the engine has verified tokens behind it and
+        often goes on.
         """
         for request_id, length in lengths.items():
             state = self.by_id.get(request_id) or self.turnover.ending(request_id)

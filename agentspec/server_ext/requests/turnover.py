@@ -1,11 +1,14 @@
 """Start and finish requests in the cache a few at a time, so that no step waits for all that begin and end with it.
 
-Requests that begin go first, because they get no drafts until then: a step starts half of them. Where it could start
-some in front of its forward pass, it starts half of the rest behind it, but no single one. A session's next turn starts
-after the one before was finished, and so does a request whose input goes on, under the same id. A step does an eighth
-of what else waits, once: rounded down where requests begin or stored turns have to be applied, so that a few ends never
-hold these up, but many cannot pile up either. It does more as long as the next is likely to end within its time. Where
-no request is left for whose steps the rest could wait, all is done at once.
+Starts go first, because a request gets no drafts before its start. A step starts half of the waiting requests, rounded
+up. If it already started some before its forward pass, it starts half of the others after it, rounded down. A session's
+next turn starts after the turn before was finished. Likewise, a request that goes on with streamed input, under the
+same id, starts after its response so far was finished.
+
+A step also does an eighth of the other waiting work, once. It rounds down if requests begin or stored turns must be
+applied, so that a few ends never hold these up but many cannot pile up. It does more as long as the next start or
+finish is likely to end within its time. If no request runs any more, all that waits is finished at once, because no
+step may follow.
 """
 
 import time
@@ -19,13 +22,13 @@ from agentspec.server_ext.step import Int32, NewRequest, RequestState, RunningMe
 _STARTED, _FINISHED = 2, 8
 """A step starts at least 1 / _STARTED of the requests that begin, and does at least 1 / _FINISHED of the rest.
 
-Siblings often begin by the dozen. Each step that one waits costs the tokens that a draft would have brought it.
+Samples of one prompt often begin by the dozen, and each step that a request waits costs it a draft.
 """
 _USUAL_ITEMS = 32
 """Number of latest starts and finishes whose mean time says how long the next one is likely to take."""
 
 Text = Callable[[], Sequence[int]]
-"""Returns a request's prompt and response, in tokens."""
+"""Function that returns the token ids of a request's prompt and response."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +44,8 @@ class Beginning:
 class Ending:
     """Hold a request to be finished.
 
-    output_limit: tokens of the response that the engine returned. until: time (``time.monotonic``) until which it waits
-    to be told how many of them the caller got.
+    output_limit: tokens of the response that the engine returned; None: all. until: time (``time.monotonic``) until
+    which it waits to be told how many of them the caller got.
     """
 
     state: RequestState
@@ -72,16 +75,19 @@ class Turnover:
         self._usual = RunningMean()  # CPU time of a start or a finish, in seconds
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return how many starts and finishes wait."""
         return len(self._waiting)
 
     def has_work(self) -> bool:
-        """Return whether there is something to do now: more than to wait for lengths of responses."""
+        """Return whether there is something to do now, other than to wait for the lengths of responses."""
         waiting = self._waiting
         return bool(waiting) and any(isinstance(item, Beginning) or not item.awaits_length() for item in waiting)
 
     def states(self) -> list[RequestState]:
-        """Return the state of each request that waits; twice for one that ended before its start. For any thread."""
+        """Return the states of all waiting requests. Any thread may call it.
+
+        A request that ended before its start appears twice.
+        """
         return [item.state for item in list(self._waiting)]
 
     def starting(self) -> list[RequestState]:
@@ -89,14 +95,14 @@ class Turnover:
         return [item.state for item in self._waiting if isinstance(item, Beginning) and item.text is None]
 
     def begin(self, state: RequestState, new: NewRequest) -> None:
-        """Let a request wait for its start. Until then ``state.awaits_start`` is true."""
+        """Queue a request for its start. Until then ``state.awaits_start`` is true."""
         state.awaits_start = True
         self._waiting.append(Beginning(state, new))
 
     def end(self, state: RequestState, output_limit: int | None, text: Text | None, until: float = 0.0) -> None:
-        """Let a request wait for its end. Forget it if it still waits for its start and ``text`` is None.
+        """Queue a request for its end. Forget it if it still waits for its start and ``text`` is None.
 
-        until: time until which it waits for ``state.told_length``.
+        until: time (``time.monotonic``) until which it waits for ``state.told_length``.
         """
         if state.awaits_start:
             place = next(i for i, item in enumerate(self._waiting) if item.state is state)
@@ -121,11 +127,11 @@ class Turnover:
         begun: bool = False,
         few_ends: bool = False,
     ) -> None:
-        """Start and finish as many requests as fit into so much CPU time of this thread, and the least part anyway.
+        """Start and finish as many requests as fit into ``seconds`` of this thread's CPU time, and at least `_least`.
 
-        started: requests that have just begun, whose prompts are valid. step: its rows hold the prompts of the others
-        that wait for their start. A request that has no row stays. begun: whether a call has started requests in this
-        step already. few_ends: whether the step has other work that has to be done.
+        started: requests that have just begun, whose prompts are valid. step: its rows hold the prompts of the other
+        requests that wait for their start; a request without a row goes on waiting. begun: whether an earlier call
+        started requests in this step. few_ends: whether the step has other work that must be done.
         """
         now = time.thread_time()
         until = now + seconds
@@ -148,7 +154,11 @@ class Turnover:
             self._usual.add(now - before, _USUAL_ITEMS)
 
     def _in_order(self) -> tuple[list[Beginning | Ending], list[Beginning | Ending]]:
-        """Return the requests that begin, unless one of their session or id has to end before, and all others."""
+        """Return the starts that can be done now, and the other waiting work.
+
+        A start must wait if an end of the same session or id was queued before it. Then it is among the other work.
+        Ends that await their lengths are left out.
+        """
         first: list[Beginning | Ending] = []
         rest: list[Beginning | Ending] = []
         sessions, ids = set[str | None](), set[str]()
@@ -165,9 +175,9 @@ class Turnover:
         return first, rest
 
     def finish_all(self, *, untold: bool = False) -> None:
-        """Finish all requests that have ended. Those that wait for their start have all ended, too, or never will.
+        """Finish all requests that have ended, and drop the starts of those that have not and never will.
 
-        untold: even those that wait to be told the lengths of their responses.
+        untold: finish even the requests that wait to be told the lengths of their responses.
         """
         for item in list(self._waiting):
             if isinstance(item, Ending) and item.awaits_length() and not untold:
@@ -177,7 +187,7 @@ class Turnover:
             self._waiting.remove(item)  # an erasure finds it there until it is done
 
     def _do(self, item: Beginning | Ending, prompt: Sequence[int] | Int32 | None) -> None:
-        """Start or finish a request. prompt: of one that starts without a text of its own."""
+        """Start or finish a request. prompt: of a request that starts and has no ``text``."""
         if isinstance(item, Ending):
             lengths = [length for length in (item.output_limit, item.state.told_length) if length is not None]
             self._finish(item.state, min(lengths, default=None))
@@ -195,7 +205,7 @@ class Turnover:
 def _least(
     first: Sequence[Beginning | Ending], rest: Sequence[Beginning | Ending], *, begun: bool, few_ends: bool
 ) -> tuple[int, int]:
-    """Return how many of those that begin, and of the rest, a step does even if its time is over."""
+    """Return how many items of ``first`` and of ``rest`` a step does even if its time is over."""
     if begun:
         return len(first) // _STARTED, 0
     starts = -(-len(first) // _STARTED)
@@ -206,7 +216,7 @@ def _least(
 
 
 def _prompt_in(step: Step | None, state: RequestState) -> Int32 | None:
-    """Return a request's prompt, from its row in the step; None if it has none."""
+    """Return a request's prompt, int32 [P], from its row in the step; None if it has no row."""
     if step is None:
         return None
     place = step.batch.places.get(state.request_id)
@@ -214,5 +224,5 @@ def _prompt_in(step: Step | None, state: RequestState) -> Int32 | None:
 
 
 def _awaits_no_start(item: Beginning | Ending) -> bool:
-    """Return False for the end of a request that still waits for its start."""
+    """Return whether an item can be done now: False for the end of a request that still waits for its start."""
     return isinstance(item, Beginning) or not item.state.awaits_start
