@@ -1,4 +1,4 @@
-"""Keep what is the same for all steps of a batch: which of its requests get drafts, and what they may cost."""
+"""Keep what is the same for all steps of a batch: which requests get drafts, and what the drafts may cost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class BatchLookup:
 
     rows: [k] their rows in the engine's token array. picked: [k] their rows in the batch; None: all rows, in order.
     failed: the requests of the batch that failed.
-    steps: its steps that the figures of some of its requests do not count yet. allowance: what its steps may draft.
+    steps: steps of the batch since all figures counted them last (`Accounts.settle`). allowance: what a step may draft.
     """
 
     batch: Batch
@@ -55,9 +55,9 @@ class BatchLookup:
     def spread(self, drafts: list[list[int]]) -> list[list[int]]:
         """Return the drafts of all rows of the batch: those of the k rows, and empty ones for the other rows.
 
-        The token that ends a response is left out, and all tokens behind it. The step that accepts the tokens before it
-        samples it, so this costs no step. A request that goes on with streamed input must not have computed it: vLLM
-        takes the last token of a response back only where it was sampled.
+        Each draft is cut before a token that ends the response. The step that accepts the tokens before it samples that
+        token itself, so this costs no step. A draft must not contain it, because the request may go on with streamed
+        input, and vLLM takes the last token of a response back only if it was sampled.
         """
         drafts = [
             draft if not draft or state.end_tokens.isdisjoint(draft) else list(takewhile(state.is_no_end, draft))

@@ -56,7 +56,7 @@ def make_cache(settings: Settings, vocab_size: int, max_draft: int) -> SuffixCac
 class DraftingEngine:
     """Feed the suffix cache with verified tokens, draft from it, count what happens, and store finished turns.
 
-    persistence: of the cache that it drafts from (`make_cache`). limits: the engine's limits on drafts.
+    persistence: moves turns between the store and the cache to draft from (`make_cache`). limits: those on drafts.
     snapshot: file that keeps indexes and prices over a restart, read in a thread from now on; None: there is none.
     tokenize: returns the tokens of a public text.
     """
@@ -109,7 +109,7 @@ class DraftingEngine:
     def warm_up(self) -> int:
         """Wait for the snapshot, then read stored turns into the cache. Return the number of turns.
 
-        Each takes at most ``preload_timeout`` seconds. From then on a thread indexes what waits, beside the steps.
+        Each of these takes at most ``preload_timeout`` seconds. From then on a thread indexes tokens beside the steps.
         """
         timeout = self.settings.preload_timeout
         if self._keeper is not None:
@@ -134,7 +134,7 @@ class DraftingEngine:
         self._new_epoch = True
 
     def knows(self, request_id: str, prompt_length: int) -> bool:
-        """Return whether a request is running that an earlier step started with a prompt of that many tokens.
+        """Return whether a request has begun with a prompt of ``prompt_length`` tokens, and not ended.
 
         The prompt of a request with streamed input grows: by its responses so far, and by the new input.
         """
@@ -142,10 +142,10 @@ class DraftingEngine:
         return state is not None and state.prompt_length == prompt_length
 
     def begin(self, started: Sequence[NewRequest]) -> None:
-        """Begin requests whose prompts are computed next: indexing and loading run beside that. Never raises.
+        """Begin requests just before the forward pass that computes their prompts. Never raises.
 
-        A request that is known stays as it is; a step tells of its new prompt. Those of ``started`` that this call has
-        no time for start in the next steps.
+        Their prompts are indexed, and stored turns loaded, beside that pass. A request that is running already stays as
+        it is; a step tells of its new prompt. Requests that this call has no time for start in the next steps.
         """
         if not self.settings.enabled:
             return
@@ -153,7 +153,7 @@ class DraftingEngine:
         try:
             self._begin_periods()
             if any(self._persistence.has_loaded_of(new.identity) for new in started):
-                # A prompt's text that its session holds is not indexed again.
+                # Do this first, because text of a prompt is not indexed again if the session already holds it.
                 self._persistence.apply_loaded(self._work_time.for_stored_turns_first())
             fresh = [new for new in started if new.request_id not in self._requests.by_id]
             if fresh:
@@ -178,7 +178,7 @@ class DraftingEngine:
             self.metrics.count_error("propose", error)
             states = self._requests.of(step.batch.request_ids)
             self._fail(states)
-            with suppress(Exception):  # the step may be what is wrong
+            with suppress(Exception):  # the error may lie in the step itself
                 self._accounts.count_undrafted(self._steps + 1, step, states)
             return _no_drafts(step)
 
@@ -190,11 +190,11 @@ class DraftingEngine:
         *,
         may_be_shorter: bool = False,
     ) -> None:
-        """Let a finished request's response be kept, for later drafts and in the store. Never raises.
+        """Queue a finished request, so that its response is kept for later drafts and in the store. Never raises.
 
-        The next steps do so, or ``finish_if_idle``. output_limit: tokens of the response that the engine returned.
-        text: returns prompt and response, for a request that still waits for its start; without ``text`` such a
-        request is not kept. may_be_shorter: ``note_lengths`` will say how much of the response the caller got.
+        The next steps do that, or ``finish_if_idle``. output_limit: tokens of the response that the engine returned;
+        None: all. text: returns prompt and response, for a request that still waits for its start; without ``text``
+        such a request is not kept. may_be_shorter: ``note_lengths`` will say how many tokens the caller got.
         """
         self._work_time.begin_work()
         self._leave_batch()
@@ -202,7 +202,7 @@ class DraftingEngine:
         self._work_time.end_work()
 
     def finish_if_idle(self) -> None:
-        """Keep all responses that wait, if no request runs. Call it where no step may follow."""
+        """Keep all waiting responses if no request runs. Call it where no step may follow."""
         self._requests.finish_if_idle()
         self._work_time.note_cache(self.cache.worked_ns())
 
@@ -245,7 +245,7 @@ class DraftingEngine:
     ) -> dict[str, Any] | None:
         """Return the current figures of one API request of this caller, as JSON; None if there are none.
 
-        call: which one of several with this id; None: the one that began last. admin: return that of any caller.
+        call: tells API calls with this id apart; None: the one that began last. admin: return those of any caller.
         """
         self._accounts.settle(self._lookup)
         return self.metrics.request(request_id, caller, call=call, any_caller=admin)
@@ -269,7 +269,7 @@ class DraftingEngine:
             self._indexing.join(_JOIN_SECONDS)
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
-        """Do what a step is for, in order: notes, starts and ends, prices, drafts, figures. Raises any error."""
+        """Do a step's work, in order: new weights and epochs, starts and ends, prices, drafts, figures. May raise."""
         model_seconds, self._model_seconds = self._model_seconds, 0.0  # of the step that has ended
         self._begin_periods()
         loading = self._persistence.has_loaded()
@@ -328,11 +328,11 @@ class DraftingEngine:
         return self._lookup
 
     def _knows_erasures(self) -> bool:
-        """Return whether all that others have erased has left the cache: by the follower, and from the snapshot."""
+        """Return whether all that other processes erased has left the cache, also what the loaded snapshot held."""
         return self._persistence.is_current() and (self._keeper is None or self._keeper.is_loaded())
 
     def _prepare(self, step: Step, loading: bool) -> None:
-        """Start and finish requests, and apply stored turns, as far as there is time. loading: if any are loaded."""
+        """Start and finish requests, and apply stored turns, as time allows. loading: whether turns may be ready."""
         self._work_time.begin_work()
         work = self._lookup.allowance.work if self._lookup else self._work_time.in_step(None)
         if step.started or self._turnover.has_work():  # a step with prompts takes long, so more of its time is for this
@@ -345,7 +345,10 @@ class DraftingEngine:
         self._work_time.end_work()
 
     def _turn_over(self, started: Sequence[NewRequest], step: Step | None, seconds: float) -> None:
-        """Start and finish requests for about so much CPU time. started: those that begin. step: with their rows."""
+        """Start and finish requests for about ``seconds`` of CPU time.
+
+        started: requests that begin now. step: has the rows of waiting requests; None: before a forward pass.
+        """
         self._leave_batch()
         for new in started:
             self._requests.begin(new, self._steps)
@@ -361,7 +364,7 @@ class DraftingEngine:
     def _draft(
         self, step: Step, lookup: BatchLookup, model: StepModel | None, row_tokens: int, work: float
     ) -> StepDrafts:
-        """Return drafts for the k rows, at most ``row_tokens`` each. work: CPU seconds for work beside drafting."""
+        """Return drafts for the k rows of ``lookup``. row_tokens: most of each. work: CPU seconds for other work."""
         lengths, verified = lookup.pick(step.lengths), lookup.pick(step.num_verified_draft_tokens)
         max_draft, cost = lookup.pick(step.max_draft_tokens), lookup.allowance.cost
         rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, work)

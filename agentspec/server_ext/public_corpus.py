@@ -1,7 +1,7 @@
 """Read the operator's public texts and let all requests that share anything draft from them.
 
-The setting ``public`` names a file. One whose name ends in ``.json`` or ``.jsonl`` (``.gz`` behind it) holds JSON: what
-``agentspec sessions export`` wrote, or objects, one a line, with ``token_ids``, ``text``, or the fields of recorded
+The setting ``public`` names a file. If its name ends in ``.json`` or ``.jsonl``, or these with ``.gz``, each line is a
+JSON object: what ``agentspec sessions export`` wrote, or one with ``token_ids``, ``text``, or the fields of recorded
 calls (``prompt_token_ids`` and ``response_token_ids``, ``prompt`` and ``response``). Any other file is plain text, in
 UTF-8. Text is tokenized with the served model's tokenizer.
 """
@@ -28,9 +28,9 @@ Tokenize = Callable[[str], Sequence[int]]
 """Function that returns a text's token ids. Raises InvalidInputError for a text that it refuses."""
 
 _LINES_AT_ONCE = 64 << 10
-"""Characters of plain text, about, that are tokenized as one text: whole lines."""
+"""Approximate number of characters of plain text that become one text, of whole lines unless these are longer."""
 _END_OF_IDS = MAX_VOCAB - 1
-"""First token id that the cache refuses in a text (`as_prompt`), and with it the whole corpus."""
+"""First token id that the cache refuses (`as_prompt`). One such id would make it refuse the whole corpus."""
 _TOKEN_FIELDS = ("token_ids", "prompt_token_ids", "response_token_ids")
 _TEXT_FIELDS = ("text", "prompt", "response")
 
@@ -51,19 +51,19 @@ class PublicCorpus:
         self._thread = threading.Thread(target=self._run, name="agentspec-public", daemon=True)
 
     def start(self) -> None:
-        """Begin to read. Call it when the cache has its snapshot, which loads into an empty cache only."""
+        """Begin to read. Call it after the snapshot was loaded, because that needs an empty cache."""
         self._stats["state"] = "loading"
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the file was read. Return whether it was in time."""
+        """Wait until the file was read. Return whether it was within ``timeout`` seconds (None: no limit)."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def stats(self) -> dict[str, Any]:
         """Return the state ("waiting", "loading", "ready" or "failed") and counters, as JSON.
 
-        left_out: texts that the limit has no room for. skipped: texts that cannot be used.
+        left_out: texts beyond the limit. skipped: texts that cannot be used.
         """
         return {**self._stats, "skipped": self._skipped}
 

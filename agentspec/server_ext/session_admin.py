@@ -1,7 +1,7 @@
 """Answer the questions of the HTTP routes about sessions, in an engine: list, read, extend and erase them.
 
 ``begin`` and ``poll`` run between two decode steps, so they never wait: a thread asks the store, and the routes poll
-for its answer. All names here are keys (`Identity.session`), so whoever asks must have made the key for itself.
+for its answer. Sessions are named by their keys (`Identity.session`), which the routes make for the caller.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from agentspec.server_ext.step import RequestState
 logger = logging.getLogger(__name__)
 
 _MOST_JOBS, _MOST_OF_OWNER = 256, 64
-"""Jobs whose answers were not fetched yet, at most: of all askers, and of one principal."""
+"""Most jobs whose answers were not fetched yet: of all askers, and of one principal."""
 _ABANDONED_SECONDS = 5.0
 """Time without a poll after which an asker counts as gone. The routes poll every quarter of a second."""
 _FLUSH_SECONDS = 1.0
-"""Longest wait for the turns that are queued for the store, before it is asked."""
+"""Longest wait until queued turns are in the store, before a job reads it."""
 _LOAD_SECONDS = 0.25
-"""Longest wait for an import to be read from the store, before its caller is told that it is there."""
+"""Longest wait until an imported session is read back from the store, before the import is answered."""
 _PART_BYTES = 256 * 1024
-"""Bytes of records that one answer holds, because the engine passes it on between two steps."""
+"""Bytes of records from which on an answer ends, because the engine passes it on between two steps."""
 _SLICE_SECONDS = 0.1
-"""How long a job reads in one go. Then jobs of others, which wait for the same thread, have a turn."""
+"""How long a job reads in one go, before other jobs that wait for the same thread have a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class _Slice:
 
 @dataclass(slots=True)
 class _Job:
-    """Hold a job. Its answer is the first future's value, or the first error, and is told when all futures have ended.
+    """Hold a job. When all futures have ended, its answer is the first error, or else the first future's value.
 
-    asked: time (``time.monotonic``) of the latest poll. owner: its asker's principal. futures: none while the next
-    slice is still to be submitted. items: what the next slices hold, in lists of which any may be empty: between two of
-    them a slice may end.
+    asked: time (``time.monotonic``) of the latest poll. owner: principal of the asker. futures: empty while the next
+    slice is yet to be submitted. items: yields the items of the next slices, in lists that may be empty. A slice may
+    end behind any list.
     """
 
     asked: float
@@ -71,8 +71,8 @@ class _Job:
 class SessionAdmin:
     """Run jobs on the sessions of one engine.
 
-    states: returns the states of its requests. traces: those of requests that asked for one. step_record: None: none is
-    written. delete_snapshot: called when a session has left the cache; may raise StoreError.
+    states: returns the states of the engine's requests. traces, step_record: name sessions, which are erased there too;
+    None: there are none. delete_snapshot: called when a session has left the cache; may raise StoreError.
     """
 
     def __init__(
@@ -91,18 +91,20 @@ class SessionAdmin:
         self._jobs: dict[str, _Job] = {}  # by the name that the asker chose, oldest first
 
     def begin(self, job: str, owner: str | None, what: str, *args: Any) -> dict[str, Any]:
-        """Begin a job under a name of the asker's choice. Returns {} or an error as ``poll`` does.
+        """Begin a job. Returns {}, or an error as ``poll`` does.
 
-        owner: the asker's principal. Those of whom jobs wait take turns.
+        job: a name that the asker chooses. owner: principal of the asker; principals with waiting jobs take turns.
+        what, args: one of these jobs with its arguments, and the value that ``poll`` will return:
 
-        "list", tenant, principal, anybody, count, before: the value is the sessions used last, as dicts, and those used
-        at the same moment as the last of them. Before: None, or the time (epoch seconds) before which they were used.
-        "read", session, tenant, anybody: the value is its records.
-        "write", session, tenant, records, only new: append the records that it lacks, and load it. The value is their
-        number, in a list. Only new: leave a session that exists as it is.
-        "tenants", session: the value is the tenants under which it holds text.
-        "erase", session, tenants: remove it everywhere. The value is an `Erasure` as a dict.
-        Anybody: whatever tenant and principal the sessions have. A tenant stands for itself and for those that an
+        "list", tenant, principal, anybody, count, before: the ``count`` sessions used last, as dicts, and all used at
+        the same moment as the last of them. before: only sessions used before this time (epoch seconds); None: any.
+        "read", session, tenant, anybody: the session's records.
+        "write", session, tenant, records, only_new: append the records that the session lacks, and load it. The value
+        is their number, in a list. only_new: leave a session that exists as it is.
+        "tenants", session: the tenants under which the session holds text.
+        "erase", session, tenants: remove the session everywhere. The value is an `Erasure` as a dict.
+
+        anybody: take sessions of any tenant and principal. A tenant stands for itself and for the tenants that an
         adapter or a cache salt sets apart from it.
         """
         try:
@@ -117,8 +119,8 @@ class SessionAdmin:
     def poll(self, job: str) -> dict[str, Any]:
         """Return {} while the job runs, {"value": …, "more": bool}, or {"error": kind, "message": text}.
 
-        A value or an error is told once. With "more" the value is a part of a list, perhaps an empty one, and further
-        polls tell the others. With the end the job is forgotten.
+        Each value or error is returned once. If "more" is true, the value is a part of a list, perhaps an empty one,
+        and further polls return the other parts. After the last part, or an error, the job is forgotten.
         """
         begun = self._jobs.get(job)
         if begun is None:
@@ -188,7 +190,7 @@ class SessionAdmin:
             return held
 
         erasure = self._persistence.erase(session, tenants, forget, owner)
-        # Not before, because an erasure that is refused must change nothing.
+        # Blank only now that the erasure was accepted, because one that is refused must change nothing.
         blanked = self._blank(session)
         snapshots: Future[None] = Future()
         erasure.add_done_callback(
@@ -222,7 +224,7 @@ class SessionAdmin:
     ) -> Iterator[list[dict[str, Any]]]:
         """Yield the sessions used last, as `begin` says.
 
-        Among very many sessions of others, and for long sessions, this takes long.
+        Takes long if there are very many sessions of other principals, or long sessions.
         """
         held: dict[str, list[tuple[str, SessionUsage]]] = {}  # by session, which may be in several logs
         for log in self._logs(store, tenant, anybody):
@@ -254,7 +256,7 @@ class SessionAdmin:
     def _write(
         self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool
     ) -> Iterator[list[int]]:
-        """Append to the store what a session lacks, as `begin` says. Yields at last how many records that are."""
+        """Append the records that a session lacks to the store, as `begin` says. Yields their number last."""
         held: set[tuple[str, int]] = set()
         for log in self._logs(store, tenant, session=session):
             for turn in _turns(store, log, session):
@@ -278,7 +280,7 @@ class SessionAdmin:
 def _next_slice(job: _Job) -> _Slice:
     """Return the next items of a job, as many as one answer holds and _SLICE_SECONDS allow.
 
-    It ends where the asker is gone, or jobs that nobody waits for would hold up the others.
+    Raises StoreUnavailableError if the asker is gone, so that a job that nobody waits for holds up no other.
     """
     found: list[Any] = []
     size, until = 0, time.monotonic() + _SLICE_SECONDS
@@ -293,7 +295,7 @@ def _next_slice(job: _Job) -> _Slice:
 
 
 def _answer(futures: Sequence[Future[Any]]) -> dict[str, Any]:
-    """Return the value or the error of a job that has ended, as ``SessionAdmin.poll`` does."""
+    """Return the value or the error of a job whose futures have ended, as ``SessionAdmin.poll`` does."""
     for future in futures:
         if future.cancelled():
             return _failure(StoreUnavailableError("the store was closed before the job began"))
@@ -331,7 +333,7 @@ def _summary_of(
 
 
 def _turns(store: Store, namespace: str, session: str, newest: int | None = None) -> Iterable[TurnRecord]:
-    """Yield the turns of a session in a log; what cannot be decoded, or names another session, is left out."""
+    """Yield the turns of a session in a log. Skips records that cannot be decoded or name another session."""
     for _, record in RecordReader().read(store.read(namespace, session=session, newest=newest)):
         if isinstance(record, TurnRecord):
             yield record
@@ -342,7 +344,7 @@ def _name_of(record: Any) -> tuple[str, int]:
 
 
 def _error_for_caller(error: StoreError) -> StoreError:
-    """Log an error of the store, and return what callers are told: its text names hosts, files and users."""
+    """Log an error of the store. Return one for callers, without its text, which names hosts, files and users."""
     logger.warning("agentspec: a question about sessions cannot be answered: %s", error)
     what = "the store, or a snapshot beside it, is away or refuses this"
     return StoreUnavailableError(f"{what}; try again later (the server's log says why)")

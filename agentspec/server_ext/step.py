@@ -21,9 +21,9 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """Describe a repetition that ends a response of ``least`` tokens and more.
+    """Describe a repetition that ends a response of at least ``least`` tokens.
 
-    times: how often the same tokens occur, one behind the other. shortest, longest: how many tokens these may be.
+    times: how often the same tokens must follow each other. shortest, longest: bounds of their number.
     """
 
     shortest: int
@@ -32,9 +32,9 @@ class Repetition:
     least: int = 0
 
     def end_of(self, response: Sequence[int] | Int32, first: int) -> int | None:
-        """Return how many tokens the response has where it ends, more than ``first``; None if it does not end.
+        """Return the length of the response, more than ``first``, at which it ends; None if it does not end.
 
-        Only tokens that a repetition behind ``first`` can hold are read, however long the response is.
+        However long the response is, no token before the longest repetition that ends behind ``first`` is read.
         """
         begin = max(first - self.longest * self.times, 0)
         tail = np.asarray(response[begin:]).tolist()
@@ -42,8 +42,8 @@ class Repetition:
             for size in range(self.shortest, min(self.longest, length // self.times) + 1):
                 last = length - begin - 1
                 before = last - size
-                # Most differ in their last tokens. Slices of all would take seconds of a step where a caller asks for
-                # patterns of thousands of tokens.
+                # Compare single tokens, because most patterns differ in their last ones. Slices would take seconds of
+                # a step where a caller asks for patterns of thousands of tokens.
                 repeated = range(size * (self.times - 1))
                 if tail[last] == tail[before] and all(tail[last - i] == tail[before - i] for i in repeated):
                     return length
@@ -54,11 +54,10 @@ class Repetition:
 class NewRequest:
     """Hold a request that is seen for the first time, or for the first time with this prompt.
 
-    prompt: token ids [P]; an array is valid as long as the step. end_tokens: tokens that end its response. api_id: the
-    id in the API's response, under which its figures are kept; None: the request id. call: which of the API's calls
-    with that id it belongs to. detailed: whether it asked for the sources of its tokens. prediction: tokens that it
-    expects as its response. quotable: tokens that its response may quote. repetition: the repetition that ends its
-    response, too.
+    prompt: token ids [P]; an array is valid during the step only. end_tokens: tokens that end its response. api_id: the
+    id in the API's response, under which its figures are kept; None: the request id. call: tells its API call from
+    others with that id. detailed: whether it asked for the sources of its tokens. prediction: tokens that it expects as
+    its response. quotable: tokens that its response may quote. repetition: also ends its response; None: none does.
     """
 
     request_id: str
@@ -127,7 +126,7 @@ def spread_drafts(drafts: list[list[int]], rows: Sequence[int], count: int) -> l
 
 
 class AwaitsVerification(Protocol):
-    """Learn from a request's next verified tokens. ``length``: the request's tokens when this was made."""
+    """Learn from a request's next verified tokens. ``length``: tokens of its text when this object was made."""
 
     length: int
 
@@ -150,7 +149,10 @@ class RunningMean:
 
 @dataclass(slots=True, eq=False)
 class AcceptanceLength:
-    """Hold the mean acceptance length of a row: ``mean``, until step ``step``, when its text had ``length`` tokens."""
+    """Hold the mean acceptance length of a row, in tokens per step.
+
+    The mean covers its steps up to step number ``step``, at which its text had ``length`` tokens.
+    """
 
     length: int
     step: int
@@ -172,25 +174,25 @@ class RequestState:
     end_tokens: frozenset[int] = frozenset()
     """tokens that end its response"""
     repetition: Repetition | None = None
-    """repetition that ends its response, too"""
+    """repetition that also ends its response"""
 
     # --- Its start in the cache, and its end (`requests.turnover`)
 
     awaits_start: bool = False
     """whether the cache is yet to start it, so that it gets no drafts"""
     started: bool = False
-    """whether the cache has started it: false while that waits, and for good where it failed"""
+    """whether the cache has started it; stays false if the start fails"""
     failed: bool = False
-    """whether an error occurred for it, or its tenant was forgotten, after which it gets no drafts"""
+    """whether it gets no drafts any more, because of an error or because its tenant was forgotten"""
     told_length: int | None = None
-    """tokens of its response that the caller got, as the API server told it; None: it did not"""
+    """tokens of its response that the caller got; None: the API server has not told it"""
 
     # --- What is counted of it (`figures.accounts`)
 
     counted_steps: int = 0
-    """steps of its batch that its figures count"""
+    """number of the steps in `BatchLookup.steps` that its figures count already"""
     left_out: int = 0
-    """tokens within ``counted_length`` that its figures leave out: they lie behind the end of the response"""
+    """tokens of ``counted_length`` that its figures leave out, because they lie behind the end of its response"""
     latest_accepted: list[tuple[int, list[int]]] = field(default_factory=list)
     """its latest steps with accepted tokens: length of its text before each, and its accepted tokens by source"""
     draft_source: str | None = None
@@ -205,9 +207,9 @@ class RequestState:
     alternatives: AwaitsVerification | None = None
     """alternatives that fusion scored in the step before"""
     expected_tokens: float = 0.0
-    """accepted tokens that its latest suffix draft promises"""
+    """expected accepted tokens of its latest suffix draft"""
     model_gain: RunningMean = field(default_factory=RunningMean)
-    """tokens that the draft model adds to its drafts beyond the usual gain"""
+    """mean gain by the draft model beyond the usual gain, in tokens (`fusion.scheduler`)"""
 
     def is_no_end(self, token: int) -> bool:
         """Return whether a token leaves the response open."""
@@ -236,10 +238,10 @@ class DraftRows:
     num_verified_draft_tokens: Int32
     """[n]"""
     work_seconds: float = DEFAULT_WORK_SECONDS
-    """CPU seconds for what waits beside drafting"""
+    """CPU seconds for the cache's work beside drafting: indexing and removing what was evicted"""
 
     def draft(self, cache: SuffixCache, cost: float, most: int = MAX_DRAFT) -> StepDrafts:
-        """Take this step in ``cache``, and return its drafts. cost, most, errors: as in `SuffixCache.step`."""
+        """Pass this step to ``cache``, and return its drafts. cost, most, errors: as in `SuffixCache.step`."""
         return cache.step(
             self.handle,
             self.tokens,

@@ -1,8 +1,8 @@
 """Score two alternative drafts of one request: the suffix draft and the draft model's.
 
 The two may begin with the same tokens; they part at the first position where the model would take another token. Both
-are lists of scored tokens. From these lists come the drafts to merge into the suffix index's, and what to learn from
-verified tokens.
+are lists of scored tokens. `DraftAlternatives` makes from them the drafts to merge into the suffix index's, and learns
+from verified tokens how the scored tokens fared.
 """
 
 from collections.abc import Sequence
@@ -98,8 +98,8 @@ class DraftAlternatives:
     def drafts(self) -> list[ScoredDraft]:
         """Return the drafts that may be worth more than the current suffix draft.
 
-        They are the suffix draft with its new probabilities, the model's draft, and the suffix draft up to the next
-        position where the model's token is more probable, which replaces the suffix draft's.
+        They are the suffix draft with its new probabilities, the model's draft, and a beginning of the suffix draft. It
+        ends with the model's token at the first position behind the fork where that is the more probable one.
         """
         begin = [(scored.token, scored.probability) for scored in self.shared]
         result = []
@@ -123,14 +123,17 @@ class DraftAlternatives:
             if at == len(verified):
                 break
             self._calibrator.learn(own, own.token == verified[at])
-            if other is not None and at > begin:  # the first of them is the first of `model`, learned below
+            if other is not None and at > begin:  # the one at `begin` is the first of `model`, learned below
                 self._calibrator.learn(other, other.token == verified[at])
             if own.token != verified[at]:
                 break
         self._learn(self.model, verified, begin)
 
     def _learn(self, draft: Sequence[ScoredToken], verified: Sequence[int], begin: int) -> int:
-        """Learn from a draft's tokens up to the first wrong one, the first at ``begin``. Return how many were right."""
+        """Learn from a draft's tokens up to the first wrong one. Return how many were right.
+
+        begin: place in ``verified`` of the draft's first token.
+        """
         right = 0
         for scored, token in zip(draft, verified[begin:], strict=False):
             self._calibrator.learn(scored, scored.token == token)

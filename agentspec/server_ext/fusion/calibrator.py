@@ -3,18 +3,19 @@
 The suffix index's probabilities are calibrated already. A draft model's are not: it is a small model, and it reads
 drafted tokens. In each of four situations, the calibrator learns the probability from verified tokens:
 
-``OWN``      the model's token at a position without a suffix draft: counted by position and by bins of the log-odds of
-             the model's probability, starting from that probability; and apart for where the suffix index is silent,
-             where both agreed before this token, and where the model left the suffix draft
+``OWN``      the model's token at a position without a suffix draft. It starts from the model's probability, and counts
+             acceptances by position and by bins of the log-odds of that probability. A second count also tells apart
+             where the suffix index is silent, where both agreed before, and where the model left the suffix draft
 ``AGREED``   the token that the model and the suffix draft share
 ``RIVAL``    the model's token if the suffix draft has another one
 ``JUDGED``   the suffix draft's token if the model would take another one
 
 The last three are logistic regressions, learned online (AdaGrad; Duchi et al., Adaptive Subgradient Methods, 2011),
 with a bias for each of the first positions and for each source of the suffix draft's token. Their inputs are the
-log-odds of the token's own probability, log(1 - p) of the other token's probability p, which is 0 if p is, and the
-logarithm of the match's length. So an uninformed model changes nothing. The first weights combine the two probabilities
-as independent evidence.
+logarithm of the match's length, the log-odds of the token's probability by its own drafter, and log(1 - p), where p is
+the probability that the other drafter gives its token. If p is 0, so is that input, so an uninformed model changes
+nothing. ``JUDGED`` also has log(q / p), where q is the model's probability of the suffix draft's token; -1 if unknown.
+The first weights combine the two drafters' probabilities as independent evidence.
 """
 
 import math
@@ -24,10 +25,10 @@ from agentspec.cache import SOURCES
 
 OWN, AGREED, RIVAL, JUDGED = range(4)
 SILENT, BEHIND_AGREED, BEHIND_RIVAL = range(3)
-"""What stands before a token of the model's own."""
+"""What precedes a token of the model's own: no drafted token, agreed tokens, or a rival of the suffix draft's token."""
 
 UNKNOWN = 0.5
-"""Probability that stands for one that a model does not give."""
+"""Probability that is assumed where a model gives none."""
 _LIMIT = 6.0
 """Largest absolute log-odds; anything beyond counts as certain."""
 _BINS = 13
@@ -38,7 +39,7 @@ _MEMORY = 1_000.0
 _POSITIONS = 3
 """Positions with a bias of their own; the later ones share the last."""
 _LONG_MATCH = 5.0
-"""Logarithm, to base 2, of the length of a match that counts as 1."""
+"""Divisor of log2(1 + length of the match): a match of 31 tokens is an input of 1."""
 _TINY = 1e-9
 _RATE, _SMOOTH = 0.15, 1.0
 
@@ -54,7 +55,7 @@ class ScoredToken:
     evidence: tuple[float, ...]
     """OWN: the model's probability; otherwise: the inputs of the regression"""
     category: int = 0
-    """OWN: what stands before it; otherwise: the source of the suffix draft's token"""
+    """OWN: what precedes it; otherwise: the source of the suffix draft's token"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +91,13 @@ class AcceptanceCalibrator:
         """
         key = _bin(position, model)
         probability = model
-        for counted in (key, (*key, behind)):  # what stands before it is learned on top of what holds anywhere
+        for counted in (key, (*key, behind)):  # the second count corrects what the first one says
             accepted, seen = self._bins.get(counted, (0.0, 0.0))
             probability = (accepted + _PRIOR * probability) / (seen + _PRIOR)
         return ScoredToken(token, probability, OWN, position, (model,), behind)
 
     def worth(self, tokens: int) -> list[float]:
-        """Return the expected tokens of a draft of 1, 2, … ``tokens`` of the model's own that it has yet to draft."""
+        """Return the expected accepted tokens of a draft of 1, 2, … ``tokens`` tokens that the model is yet to make."""
         result, total, reached = [], 0.0, 1.0
         for position in range(tokens):
             accepted, seen = self._positions.get(position, (0.0, 0.0))
@@ -110,7 +111,7 @@ class AcceptanceCalibrator:
         return self._weigh(suffix.token, AGREED, position, suffix, (log_odds(suffix.probability), _log(1.0 - model)))
 
     def rival(self, token: int, position: int, model: float, suffix: SuffixToken) -> ScoredToken:
-        """Score the model's token where the suffix draft has another."""
+        """Score the model's token where the suffix draft has another. model: the model's probability of it."""
         return self._weigh(token, RIVAL, position, suffix, (log_odds(model), _log(1.0 - suffix.probability)))
 
     def judged(self, suffix: SuffixToken, position: int, model: float | None, top: float) -> ScoredToken:
@@ -149,7 +150,7 @@ class AcceptanceCalibrator:
     def _weigh(
         self, token: int, kind: int, position: int, suffix: SuffixToken, evidence: tuple[float, ...]
     ) -> ScoredToken:
-        """Score a token by the regression of its kind. evidence: its inputs behind the length of the match."""
+        """Score a token by the regression of its kind. evidence: its inputs, without the first, the match's length."""
         weights = self._weights[kind]
         odds = weights[min(position, _POSITIONS - 1)] + weights[_POSITIONS + suffix.source]
         evidence = (math.log2(1 + suffix.match) / _LONG_MATCH, *evidence)

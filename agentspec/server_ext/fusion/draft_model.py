@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 RESTS = -1
-"""Number of tokens that a drafter of whole batches drafts where it does not run at all."""
+"""Entry of `StepModel.choices` with which a drafter of whole batches does not run at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ModelDraft:
     """[R, n]"""
 
     def finite(self) -> "ModelDraft":
-        """Return the answer with probability 0 where there is none, as in a row whose hidden states overflowed."""
+        """Return the answer with probability 0 in place of NaN and infinity, as hidden states may have overflowed."""
         if np.isfinite(self.probabilities).all() and np.isfinite(self.top_probabilities).all():
             return self
         numbers = (np.nan_to_num(each, posinf=0.0) for each in (self.probabilities, self.top_probabilities))
@@ -40,10 +40,10 @@ class StepModel(Protocol):
 
     ``positions``: n, the most tokens it drafts. ``overlaps``: whether it runs in parallel to the host, so that
     launching it before the suffix index drafts saves time.
-    ``choices``: None for a model that drafts for the rows asked about, and that can be made to take and score
-    proposals. A drafter of whole batches does neither. It has the numbers of tokens here that it can be asked for in
-    this step, ascending. RESTS is one of them where it may be left out. The time of the smallest number cannot be
-    saved. 0 alone: it cannot run in this step.
+    ``choices``: None for a model that drafts for chosen rows only and can take and score proposals. A drafter of whole
+    batches can do neither. Its ``choices`` are the numbers of tokens that it can be asked for in this step, ascending.
+    They begin with RESTS if it may be left out. The time of the smallest number cannot be saved. A single 0 means that
+    it cannot run in this step.
     """
 
     @property
@@ -57,8 +57,8 @@ class StepModel(Protocol):
         """Start drafting. Returns a function that waits for the answer and returns it.
 
         rows: [R] rows of the engine's batch, which may repeat. proposals: int64 [R, n], tokens that the model has to
-        take and score, then FREE. A model with ``choices`` gets FREE alone, as many as tokens are asked for. Both the
-        call and the returned function may raise the model's errors.
+        take and score, then FREE. A model with ``choices`` gets only FREE, in a column for each token to draft. Both
+        the call and the returned function may raise the model's errors.
         """
         ...
 

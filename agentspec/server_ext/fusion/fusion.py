@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 _MODEL_FAILURES = 5
 """Disable the draft model after this many errors."""
 _USUAL_STEPS = 128
-"""Number of latest steps over which the usual value of a step is the mean.
+"""Number of latest steps whose mean value is the usual value of a step.
 
-A drafter of whole batches has to be worth more than the mean of this step's value and the usual one: what it drafts
-in a step with poor suffix drafts, the suffix index might draft a few steps later.
+A drafter of whole batches must beat the mean of this step's value and the usual one. In a step with poor suffix drafts
+it may only draft what the suffix index would draft a few steps later.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class FusedDrafts:
-    """Hold the drafts of a step, and by how much the draft model made it longer.
+    """Hold the drafts of a step, and the time that the draft model added to it.
 
-    seconds: of a drafter of whole batches, only what its run took beyond the least that any step needs of it.
+    seconds: for a drafter of whole batches, only its time beyond the least of any step (`PassTime.beyond_least`).
     """
 
     drafts: StepDrafts
@@ -193,7 +193,7 @@ class DraftFusion:
     ) -> FusedDrafts:
         """Run a drafter of whole batches for as many tokens as are worth their time, and improve the suffix drafts."""
         rows, drafts = suffix.rows, suffix.drafts
-        if list(choices) == [0]:  # it is left out of this step, which says nothing about its time
+        if list(choices) == [0]:  # the drafter cannot run in this step, which says nothing about its time
             return FusedDrafts(drafts)
         limits, worth = rows.max_draft_tokens.tolist(), self.calibrator.worth(choices[-1])
         tokens = self.scheduler.choose_tokens(rows.states, suffix.expected, limits, worth, choices, pace)

@@ -40,7 +40,10 @@ _OUTLIER = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Hold the yield of steps now. rate: tokens per unit of work. row_seconds: of a unit; None: not yet measured."""
+    """Hold how fast steps yield tokens now.
+
+    rate: tokens per unit of work. row_seconds: duration of a unit; None: not yet measured.
+    """
 
     rate: float
     row_seconds: float | None
@@ -94,8 +97,8 @@ class ModelTime:
 class PassTime:
     """Estimate how long a drafter of whole batches takes, by the number of tokens that it drafts, in seconds.
 
-    RESTS counts as a number of tokens. The times of the others lie on a line: that of a first pass, and as much again
-    for each further token.
+    RESTS counts as a number of tokens. The times of the other numbers are taken to lie on a line: the time of a first
+    pass, plus the same time for each token.
     """
 
     def __init__(self) -> None:
@@ -110,7 +113,7 @@ class PassTime:
     def saved(self, rows: int, tokens: int, least: int) -> float | None:
         """Return the time that drafting ``least`` tokens instead would save; None before the first run that drafted.
 
-        A rest that was not seen takes no time.
+        Until a rest is measured, it counts as no time.
         """
         if tokens == least:
             return 0.0
@@ -125,13 +128,13 @@ class PassTime:
         return max(0.0, first + further * tokens - self._resting(rows))
 
     def beyond_least(self, rows: int, tokens: int) -> float:
-        """Return the time of a run beyond the least that was ever asked for: a rest, or else a first pass."""
+        """Return how much longer a run takes than a rest or, if the drafter never rested, than a first pass."""
         return self.saved(rows, tokens, RESTS if RESTS in self._times else 0) or 0.0
 
     def _line(self, rows: int) -> tuple[float, float] | None:
-        """Return the time of a first pass and that of each further token; None before the first run that drafted.
+        """Return the seconds of a first pass and of each token; None before the first run that drafted.
 
-        While only one number of tokens was seen, the first pass counts as long as each further one. Then it is a
+        While only one number of tokens was seen, the first pass counts as long as each token. With more, this is a
         least-squares line.
         """
         known = [(number, time.seconds(rows) or 0.0) for number, time in self._times.items() if number >= 0]
@@ -199,7 +202,7 @@ class DraftModelScheduler:
         choices: Sequence[int],
         pace: Pace,
     ) -> int:
-        """Return how many tokens a drafter of whole batches shall draft, one of ``choices``.
+        """Return how many tokens a drafter of whole batches should draft, one of ``choices``.
 
         expected: expected tokens of each row's suffix draft. limits: most tokens of each row's draft. worth: expected
         tokens of the drafter's own draft of 1, 2, … tokens. choices: ascending; the time of the first cannot be saved.
