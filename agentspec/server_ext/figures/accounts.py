@@ -13,11 +13,11 @@ from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.step import RequestState, Step
 
 _LATEST_STEPS = 4
-"""Steps of a request that the engine may have taken behind a stop text until it hears of that."""
+"""Latest steps of a request that are remembered, because the engine may take as many before it hears of a stop text."""
 
 
 class Accounts:
-    """Count steps. A row's steps without drafts are counted together: at its next draft, or when somebody asks.
+    """Count steps. A row's steps without drafts are counted together, at its next draft or in `settle`.
 
     step_record: None: none is written.
     """
@@ -29,11 +29,11 @@ class Accounts:
 
     @property
     def bytes(self) -> int:
-        """Return the memory that figures, traces and waiting lines of the step record take, about."""
+        """Return about how many bytes the figures, traces and waiting lines of the step record take."""
         return self._metrics.bytes + self._traces.bytes + (0 if self._step_record is None else self._step_record.bytes)
 
     def count(self, step_number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
-        """Count a step of the rows that get drafts. drafts: for the next step. ns: nanoseconds that each row's took."""
+        """Count a step of the rows that get drafts. drafts: for the next step. ns: nanoseconds of drafting for each."""
         lookup.steps += 1
         rows: Sequence[int] = ()
         if self._step_record is not None or self._traces.running:
@@ -44,7 +44,7 @@ class Accounts:
             self._count_rows(rows, step_number, lookup, step, drafts, ns)
 
     def settle(self, lookup: BatchLookup | None) -> None:
-        """Add the steps of a batch to the figures that do not count them yet."""
+        """Add the steps of a batch to those figures of its requests that do not count them yet."""
         if lookup is None or not lookup.steps:
             return
         for state in lookup.states:
@@ -77,7 +77,7 @@ class Accounts:
 
     @staticmethod
     def _count_gained(state: RequestState, step: Step, row: int, length: int) -> int:
-        """Return how many tokens the figures of a request gain. Note those behind the end of its response as left out.
+        """Return how many tokens the figures of a request gain. Add those behind its response's end to ``left_out``.
 
         row: its row in the engine's token array. length: of its text now, in tokens.
         """

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _KEPT_REQUESTS = 4_096
 _REQUEST_BYTES = 1_024
 _ID_BYTES = 128
-"""Memory that the figures of one request take, about, with an id of so many bytes. A caller may choose a longer one."""
+"""Approximate memory of one request's figures, of which so much is for its id. A caller may choose a longer id."""
 
 FiguresKey = tuple[str | None, str, str]
 """Who sent a request, the id that the API returned, and the call, which tells it from others with that id."""
@@ -44,7 +44,7 @@ class RequestFigures:
 
     @property
     def bytes(self) -> int:
-        """Return the memory that this takes without its trace, about."""
+        """Return about how many bytes this takes without its trace."""
         return _REQUEST_BYTES + max(sys.getsizeof(self.key[1]) - _ID_BYTES, 0)
 
     def take_back(self, tokens: int) -> None:
@@ -110,8 +110,8 @@ class Histogram:
 class Metrics:
     """Hold counters and durations since start, and figures of running and of the latest finished requests.
 
-    Figures are kept by caller, id and call: a caller may choose the ids of its requests, and use one again, but gets at
-    nobody else's figures. max_bytes: limit of what finished requests take.
+    Figures are kept by caller, id and call. So a caller may choose the ids of its requests, even one again, but never
+    gets another caller's figures. max_bytes: limit of the figures of finished requests.
     """
 
     def __init__(self, max_bytes: int = _KEPT_REQUESTS * _REQUEST_BYTES) -> None:
@@ -123,7 +123,7 @@ class Metrics:
         self.beside_seconds = Histogram()
         self._running: dict[FiguresKey, RequestFigures] = {}
         self._finished: OrderedDict[FiguresKey, RequestFigures] = OrderedDict()
-        self._latest: dict[tuple[str | None, str], FiguresKey] = {}  # of the figures that are kept for a caller's id
+        self._latest: dict[tuple[str | None, str], FiguresKey] = {}  # by caller and id: the key of the latest figures
         self._finished_bytes = 0
 
     def begin(self, api_id: str, caller: str | None, call: str = "") -> RequestFigures:
@@ -142,7 +142,7 @@ class Metrics:
         return figures
 
     def end(self, figures: RequestFigures) -> None:
-        """Count an engine request of these figures as finished. Forget figures of the request that finished first."""
+        """Count an engine request of these figures as finished. Beyond the limits, forget those that finished first."""
         figures.running -= 1
         if figures.running == 0 and self._running.pop(figures.key, None) is not None:
             self._finished[figures.key] = figures
@@ -181,7 +181,7 @@ class Metrics:
 
     @property
     def bytes(self) -> int:
-        """Return the memory that the figures of requests take, about."""
+        """Return about how many bytes the figures of requests take."""
         return sum(figures.bytes for figures in self._running.values()) + self._finished_bytes
 
     def stats(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class Metrics:
     ) -> dict[str, Any] | None:
         """Return the figures of one API request of this caller, or None if it is unknown or forgotten.
 
-        call: the one of several with this id; None: the one that began last. any_caller: return that of any caller.
+        call: tells API calls with this id apart; None: the one that began last. any_caller: return those of any caller.
         """
         if any_caller:
             keys = [key for (_, api_id), key in self._latest.items() if api_id == request_id]

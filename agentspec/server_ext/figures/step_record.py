@@ -30,9 +30,9 @@ _FLUSH_SECONDS = 0.1
 """Pause between two writes of the lines that wait."""
 _QUEUED_LINES = 200_000
 _PIPE_SECONDS = 1.0
-"""Time for which a pipe that is full is waited for."""
+"""Longest wait for a full pipe."""
 _BLOCK_BYTES = 1 << 18
-"""So much of a step record is searched at a time: other threads wait for the interpreter meanwhile."""
+"""Bytes of a step record that are searched at a time, because other threads wait for the interpreter meanwhile."""
 
 
 class StepRecord:
@@ -62,7 +62,7 @@ class StepRecord:
 
     @property
     def bytes(self) -> int:
-        """Return the memory that waiting lines take, about."""
+        """Return about how many bytes the waiting lines take."""
         return _LINE_BYTES * len(self._queue)
 
     def add(self, line: dict[str, Any]) -> None:
@@ -93,9 +93,9 @@ class StepRecord:
         self._write()
 
     def _write(self) -> None:
-        """Append the lines that wait, then blank the sessions to be erased, which lines before may name.
+        """Append the waiting lines, then blank the sessions to be erased in all lines that are in the file.
 
-        Never raises: an erasure that nobody ends would be asked for in vain until the server is restarted.
+        Never raises. An error would end the thread, and no erasure would complete until the server is restarted.
         """
         erasures = [self._erasures.popleft() for _ in range(len(self._erasures))]
         lines = []
@@ -104,10 +104,10 @@ class StepRecord:
         if lines:
             written, error = _append(b"".join(lines), self.path)
             self._unwritten += len(lines) - written
-            if error is not None and not self._failed:  # log once, because a full disk must not fill the log too
+            if error is not None and not self._failed:  # log once: a full disk must not fill the log too
                 logger.warning("agentspec: the step record %s cannot be written: %s", self.path, error)
                 self._failed = True
-        if self._dropped and not self._dropping:  # `add` counts, and this thread says it: a log may be slow
+        if self._dropped and not self._dropping:  # `add` does not log it, because a log may be slow
             self._dropping = True
             how = "raise the setting max_bytes, or name a file on a faster disk"
             logger.warning("agentspec: the step record %s is written too slowly and lacks lines; %s", self.path, how)
@@ -140,10 +140,11 @@ def make_record(path: str | Path) -> Path:
 
 
 def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:
-    """Append lines to a file. Return how many were written, and why not all.
+    """Append lines to a file. Return how many were written, and the error if not all were.
 
-    Where the disk is full, those that fit are: of half a line an erasure could miss the name. A pipe is waited for as
-    long as _PIPE_SECONDS: erasures wait for this thread. One that nobody reads is an error.
+    On a full disk, only the lines that fit whole are written, because in half a line an erasure could miss the name.
+    A full pipe is waited for at most _PIPE_SECONDS, because erasures wait for this thread. A pipe that nobody reads is
+    an error.
     """
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
@@ -164,7 +165,7 @@ def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:
     except OSError as error:
         failure = error
         if regular:
-            with contextlib.suppress(OSError):  # of a file that may only grow, for example
+            with contextlib.suppress(OSError):  # the file may be append-only, for example
                 end, whole = os.lseek(file, 0, os.SEEK_CUR), lines.rfind(b"\n", 0, written) + 1
                 if os.fstat(file).st_size == end:  # no other process has appended since
                     os.ftruncate(file, end - (written - whole))
@@ -178,9 +179,9 @@ def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:
 def _blank_session(path: Path, session_key: str) -> None:
     """Overwrite a session's name and key in all lines of a step record, and fill the lines up with spaces.
 
-    A broken line that has its key is overwritten whole. A last line without its end is another process's, which erases
-    the session itself. The file may be cut meanwhile, as `logrotate` does; what it loses need not be overwritten. Pipes
-    and devices keep nothing.
+    A broken line with its key is overwritten whole. A last line without a line end is left alone: another process is
+    writing it, and erases the session itself. The file may be cut meanwhile, as `logrotate` does; lines that it loses
+    need not be overwritten. Pipes and devices keep nothing.
     """
     mode = path.stat().st_mode
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
@@ -188,7 +189,7 @@ def _blank_session(path: Path, session_key: str) -> None:
     wanted = f'"session_key":{json.dumps(session_key)}'.encode()
     with path.open("r+b", buffering=0) as file:
         record = file.fileno()
-        begin, text = 0, b""  # where the lines begin that were read and not looked at
+        begin, text = 0, b""  # offset in the file of `text`, which was read and not searched
         while block := os.pread(record, _BLOCK_BYTES, begin + len(text)):
             text += block
             end = text.rfind(b"\n") + 1
@@ -203,7 +204,7 @@ def _blank_session(path: Path, session_key: str) -> None:
 
 
 def _without_session(line: bytes, session_key: str) -> bytes:
-    """Return a line without this session's name and key, and spaces in place of a broken one. The length stays."""
+    """Return a line of the same length without this session's name and key. A broken line becomes spaces."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):  # two lines in one, of which the first was cut off when its process was killed

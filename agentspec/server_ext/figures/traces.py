@@ -33,7 +33,7 @@ class Trace:
 
     @property
     def bytes(self) -> int:
-        """Return the memory that this takes, about."""
+        """Return about how many bytes this takes."""
         tokens = len(self._tokens) + len(self._rejected)
         return _TRACE_BYTES + _TOKEN_BYTES * tokens + _STEP_BYTES * len(self._lengths)
 
@@ -75,7 +75,7 @@ class Trace:
             del self._tokens[begin + kept :]
 
     def _told(self, tokens: Sequence[int], sources: Sequence[int]) -> list[int]:
-        """Return drafted tokens that the response does not have, without those that may quote others."""
+        """Return rejected tokens as they may be told: with -1 in place of those that may quote other principals."""
         return [
             _HIDDEN if self._shares and source == _SHARED else token
             for token, source in zip(tokens, sources, strict=True)
@@ -89,7 +89,7 @@ class Trace:
     def as_list(self) -> list[dict[str, Any]]:
         """Return the steps as JSON.
 
-        tokens: ids. sources: of the first of them, which were drafted; the last token of a step is the model's own.
+        tokens: ids. sources: of the drafted ones, which come first; the last token of a step is the model's own.
         rejected, rejected_sources: drafted tokens that were not accepted, or lie behind the end of what the caller got;
         -1 for an id that is not told.
         """

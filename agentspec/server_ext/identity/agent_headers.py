@@ -11,7 +11,7 @@ from agentspec.server_ext.identity.callers import Presented
 
 @dataclass(frozen=True, slots=True)
 class AgentClient:
-    """Name the headers of one client, in lower case; of several the first one that a request has counts.
+    """Name the headers of one client, in lower case. Of several headers, the first that a request has counts.
 
     session: headers that name the session. parent: headers that name the session that started this one; a value equal
     to the session's own id does not count. final: headers that are "true" in the last request of a session.

@@ -1,9 +1,9 @@
 """Find out who sent a request, from the API key that vLLM checked and from the headers of a trusted gateway.
 
-A principal is whoever owns sessions. It is a MAC over the API key, what ``principal_header`` says and what
-``tenant_header`` says, so that neither key nor name travels on, and nobody without the secret can try keys against it.
-Where none of these is given, all callers are one principal. A caller that cannot be told apart although it should be
-(no key on a server that checks keys, a header that is missing, unusable or given twice) is NOBODY: it shares nothing.
+A principal owns sessions. It is a MAC over the API key and the values of ``principal_header`` and ``tenant_header``. So
+neither key nor names travel on, and nobody without the secret can try keys against it. If none of these is given, all
+callers are one principal. A caller that cannot be told apart although it should be (no key on a server that checks
+keys, a header that is missing, unusable or given twice) is NOBODY, and shares nothing.
 """
 
 import hmac
@@ -52,17 +52,17 @@ class Presented:
     call: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
     def all(self, name: str) -> list[str]:
-        """Return all values of a header, in order, as the text that a body or a path would have in its place.
+        """Return all values of a header, in order, as text, so that an id reads the same as in a body or a path.
 
-        Clients send UTF-8. What isn't UTF-8 is read as Latin-1, which takes any bytes.
+        Clients send UTF-8. Bytes that aren't UTF-8 are read as Latin-1, which takes any.
         """
         return [_text(value).strip(_WHITE) for value in self._raw(name)]
 
     def only(self, name: str) -> str | None:
         """Return the value of a header that must be there exactly once, read as UTF-8; None if it cannot be used.
 
-        Where a gateway adds the header, a second one may be the caller's own, so neither is trusted. No two names are
-        read as one.
+        Where a gateway adds the header, a second one may be the caller's own, so neither is trusted. Other encodings
+        are refused, so that no two names read the same.
         """
         values = self._raw(name)
         try:
@@ -138,8 +138,8 @@ class Callers:
 class ApiKeysFile:
     """Read which API key belongs to which tenant, from a file of lines ``sha256-of-key tenant``.
 
-    Empty lines and lines that begin with # do not count. The file is read again when it has changed; a changed file
-    with an error in it, or with nothing in it, is reported once and what was read before stays. Raises
+    Empty lines and lines that begin with # do not count. The file is read again when it has changed. If it is then
+    empty or has an error, that is logged once, and the keys that were read before stay in force. Raises
     ConfigurationError with file and line.
     """
 
@@ -177,7 +177,7 @@ class ApiKeysFile:
             logger.error("agentspec: %s; the keys that were read before stay in force", error)
 
     def _state(self) -> tuple[int, ...] | None:
-        """Return numbers that change when the file or its permissions do; None where it cannot be looked at."""
+        """Return numbers that change when the file or its permissions do; None if they cannot be read."""
         try:
             found = self.path.stat()
         except OSError:
@@ -218,7 +218,7 @@ class ApiKeysFile:
 
 
 def shows_admin_key(presented: Presented | None, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a request shows the key in ``AGENTSPEC_ADMIN_KEY``. The time it takes does not tell that key."""
+    """Return whether a request shows the key in ``AGENTSPEC_ADMIN_KEY``, in a time that does not reveal the key."""
     key = admin_key(environ)
     shown = None if presented is None else presented.bearer()
     return key is not None and shown is not None and hmac.compare_digest(sha256(shown), sha256(key))

@@ -41,7 +41,7 @@ PREDICTION_KEY = "agentspec_prediction"
 QUOTABLE_KEY = "agentspec_quotable"
 """Key in ``extra_args`` of the tokens that a response may quote (``quotes``), as the bytes of an int32 array."""
 CALL_KEY = "agentspec_call"
-"""Key in ``extra_args`` of what tells a request's API call from others with the same id (`Presented.call`)."""
+"""Key in ``extra_args`` of the name that tells an API call from others with the same id (`Presented.call`)."""
 BATCH_KEY = "agentspec_batch"
 """Key in ``extra_args`` of a request that is one of several chats of an API call (`Presented.batch`)."""
 FIGURES_HEADER = "x-agentspec-figures"
@@ -67,16 +67,16 @@ class Identity:
     scope: Scope = "tenant"
     """which of these texts it uses"""
     session_name: str | None = None
-    """as the caller said"""
+    """name of the session, as the caller gave it"""
     group_name: str | None = None
-    """as the caller said"""
+    """name of the group, as the caller gave it"""
     parent_session: str | None = None
     principal: str | None = None
-    """whose sessions these are; a MAC, None: all callers who cannot be told apart"""
+    """owner of the sessions, a MAC; None: all callers who cannot be told apart"""
     caller: str | None = None
-    """the principal without ``cache_salt``, which is told the figures of the request"""
+    """the principal without ``cache_salt``, to which the figures of the request are told"""
     weight_version: str | None = None
-    """version of the served weights, as the caller said"""
+    """version of the served weights, as the caller gave it"""
     ignored_ids: int = 0
     """how many ids could not be used"""
     named_tenant: str | None = None
@@ -86,22 +86,22 @@ class Identity:
 
     @property
     def owner(self) -> str:
-        """Return the owner of the session and the group when memory is scarce: the caller, whatever its salts are."""
+        """Return the owner of session and group for the eviction of texts: the caller, whatever its salts are."""
         return self.caller or _ALL_CALLERS
 
     @property
     def tenant_owner(self) -> str:
-        """Return the owner of the tenant: the named tenant, which callers share, or else the caller."""
+        """Return the owner of the tenant for eviction: the named tenant, which callers share, or else the caller."""
         return self.named_tenant or self.owner
 
 
 _KINDS = tuple(field.type if field.type in (int, bool) else str | None for field in fields(Identity))
-"""What the values of an Identity may be, in order, as they come from the API server."""
+"""Types of the values of an Identity, in order, to check what comes from the API server."""
 _NONE_SHARED = Identity(scope="none", principal=NOBODY, caller=NOBODY)
 
 
 class RequestTagger:
-    """Write the identity of each request into its ``extra_args``. scope: the server's."""
+    """Write the identity of each request into its ``extra_args``. scope: the server's, which requests only narrow."""
 
     def __init__(self, callers: Callers, scope: Scope) -> None:
         self.callers = callers
@@ -178,7 +178,7 @@ class RequestTagger:
         )
 
     def _tenant(self, named: str | None, owner: str | None, salt: str | None, adapter: str | None) -> str | None:
-        """Return the tenant: named or the owner itself, and another one for each pair of salt and adapter."""
+        """Return the tenant: the named one or the owner itself, set apart for each pair of salt and adapter."""
         mac = self.callers.mac
         if named is None:
             return owner if adapter is None else f"{mac('adapter', adapter)}/{owner or ''}"
@@ -201,7 +201,7 @@ def identify(extra_args: Mapping[str, Any] | None) -> Identity:
 
 
 def _shown_by(presented: Presented) -> dict[str, Any]:
-    """Return the entries of ``extra_args`` that a request's HTTP call makes, beside its identity."""
+    """Return the entries of ``extra_args`` that come from a request's HTTP call, except its identity."""
     shown: dict[str, Any] = {CALL_KEY: presented.call}
     if presented.batch:
         shown[BATCH_KEY] = True
@@ -235,7 +235,7 @@ def _as_vllm_reads(ids: Sequence[str]) -> list[str]:
 
 
 def _usable_ids(extra: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Return the ids that can be used, and the keys of those that cannot, and of an unknown scope."""
+    """Return the usable ids by key, and the keys of unusable ids and of an unknown scope."""
     usable: dict[str, str] = {}
     unusable = []
     for key in (SESSION_KEY, PARENT_KEY, GROUP_KEY, WEIGHTS_KEY):

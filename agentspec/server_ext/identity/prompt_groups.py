@@ -1,8 +1,8 @@
-"""Find requests that answer the same prompt, so that they are a group although nobody gave them an id.
+"""Group the requests that answer the same prompt, although they name no group.
 
 Trainers sample one prompt many times and send no ids. A later turn continues a prompt that was seen, and joins that
-prompt's group. The first request of a prompt is in no group: a prompt that does not return costs the memory of a hash,
-but none for its text.
+prompt's group. The first request of a prompt is in no group, so a prompt that does not return costs the memory of a
+hash, but none for its text.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class PromptGroups:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._prompts: OrderedDict[_Prompt, int] = OrderedDict()  # the hash of the prompt where its conversation began
+        self._prompts: OrderedDict[_Prompt, int] = OrderedDict()  # the hash of its conversation's first prompt
         self._lengths: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -39,7 +39,7 @@ class PromptGroups:
         return len(self._prompts) * _PROMPT_BYTES + len(self._lengths) * _LENGTH_BYTES
 
     def group_of(self, identity: Identity, prompt: TokenIds) -> str | None:
-        """Return the group of a request that starts: the one that it names, or else that of its prompt; None: none.
+        """Return the group of a request that starts: the one that it names, or else its prompt's; None: it has none.
 
         prompt: token ids, int32 [P] or a sequence of int.
         """
@@ -61,9 +61,9 @@ class PromptGroups:
         return hashlib.blake2b(owner.encode(), digest_size=16, person=b"prompt group").hexdigest()
 
     def _continued(self, identity: Identity, hashes: UInt64Array) -> int | None:
-        """Return the hash of the first prompt of the conversation that these tokens continue; None: of no known one.
+        """Return the hash of the first prompt of the conversation that a prompt continues; None: of no known one.
 
-        hashes: of the context after each token, uint64 [P].
+        hashes: uint64 [P], of the context after each of the prompt's tokens.
         """
         for length in sorted(self._lengths, reverse=True):
             if _LEAST_CONTINUED <= length < len(hashes):

@@ -1,4 +1,4 @@
-"""Find the keys of models and adapters, under which servers share logs: the same wherever the files lie."""
+"""Find the keys of models and adapters, under which servers share logs. They don't depend on where the files lie."""
 
 import contextlib
 import hashlib
@@ -23,9 +23,9 @@ _NOT_THE_MODEL = frozenset(
 )
 """Keys of a config that say where the model came from."""
 _ENDS_BYTES = 1 << 20
-"""Parts of an adapter's weights, at the beginning and at the end, that identify them."""
+"""Bytes at the beginning and at the end of an adapter's weights that identify them."""
 _HEAD_BYTES = 32 << 20
-"""Part of a single file, such as a GGUF file, that identifies it; its config and tokenizer are at its beginning."""
+"""Bytes at the beginning of a single file, such as a GGUF file, that identify it: config and tokenizer are there."""
 
 
 @lru_cache(maxsize=16)
@@ -40,9 +40,9 @@ def find_model_key(
 ) -> str:
     """Return the key of a model, 16 hexadecimal digits: hashes of its config and of its tokenizer's files.
 
-    model, tokenizer: a folder, a single file, or a hub id, whose missing files are downloaded. tokenizer: None: the
-    model's. overrides: what the server changes in the config. given: stands for the config (setting ``model_key``).
-    If the files cannot be found, the name stands for them, and the log says so.
+    model, tokenizer: a folder, a single file, or a hub id, whose missing files are downloaded; tokenizer None: the
+    model's. overrides: what the server changes in the config. given: used in place of the config (setting
+    ``model_key``). If the files cannot be found, the name is used in their place, and the log says so.
     """
     config = f"given {given}" if given is not None else f"config {_config(model, revision)} {overrides}"
     if tokenizer is None or tokenizer == model:
@@ -51,9 +51,10 @@ def find_model_key(
 
 
 def adapter_key(name: str, path: str) -> str:
-    """Return what identifies a LoRA adapter: its name and a hash of its files. path: a folder or a hub id.
+    """Return the key of a LoRA adapter: its name and a hash of its files. path: a folder or a hub id.
 
-    The name alone may be given to another adapter later, and another server may have the adapter elsewhere.
+    The name is not enough, because another adapter may get it later. The path is not, because another server may have
+    the adapter elsewhere.
     """
     try:
         files = [file for file in sorted(Path(path).iterdir()) if file.suffix in (".json", ".safetensors", ".bin")]
@@ -133,13 +134,13 @@ def _by_name(what: str, name: str, revision: str | None) -> str:
 
 
 def _config_digest(content: bytes) -> str:
-    with contextlib.suppress(ValueError):  # whoever reads it next will say what is wrong
+    with contextlib.suppress(ValueError):  # the file's next reader says what is wrong with it
         content = json.dumps(_bare(json.loads(content)), sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()
 
 
 def _bare(value: Any) -> Any:
-    """Return a part of a config without what does not belong to the model."""
+    """Return a value of a config without the keys in _NOT_THE_MODEL, at any depth."""
     if isinstance(value, dict):
         return {key: _bare(item) for key, item in value.items() if key not in _NOT_THE_MODEL}
     return [_bare(item) for item in value] if isinstance(value, list) else value

@@ -18,9 +18,10 @@ logger = logging.getLogger(__name__)
 class StoredTurns:
     """Put stored turns into a cache, except those of sessions that are being erased.
 
-    loader: delivers what requests need. is_erased(log, session): whether records that were read of a session may be
-    older than its erasure. restored, followed: turns of loader and follower that were put into the cache. adopted:
-    sessions that were indexed before they reached the cache. refused: turns that cannot be used, by error.
+    loader: delivers what requests need. is_erased(log, session): returns whether records that were read of a session
+    may be older than its erasure. restored, followed: number of the loader's and the follower's turns that were put
+    into the cache. adopted: number of sessions that were indexed beforehand. refused: number of turns that cannot be
+    used, by type of the error.
 
     The engine's thread calls `apply`, the follower's calls `add`, and any thread may call the others.
     """
@@ -31,17 +32,17 @@ class StoredTurns:
         self._cache = cache
         self._loader = loader
         self._is_erased = is_erased
-        self._arrived: Loaded | None = None  # what the loader has delivered,
-        self._applied = 0  # and how many of its records the cache has
+        self._arrived: Loaded | None = None  # the loader's delivery that is being applied
+        self._applied = 0  # number of its records that were applied
         self._erasures: dict[str, list[Future[Erasure]]] = {}  # by session, which several callers may erase at once
         self._applying = threading.Lock()  # held while records are taken from the loader, checked and restored
 
     def has_ready(self) -> bool:
-        """Return whether there are turns for ``apply``."""
+        """Return whether turns are ready for ``apply``."""
         return self._arrived is not None or self._loader.ready.has_any()
 
     def has_ready_of(self, wanted: Wanted) -> bool:
-        """Return whether there are turns of what is wanted for ``apply``."""
+        """Return whether the turns of ``wanted`` are ready for ``apply``."""
         return (self._arrived is not None and self._arrived.wanted == wanted) or self._loader.ready.holds(wanted)
 
     def has_work(self) -> bool:
@@ -60,15 +61,15 @@ class StoredTurns:
         return job
 
     def wait(self) -> None:
-        """Wait for a turn that another thread is putting into the cache just now."""
+        """Wait until no other thread is putting a turn into the cache."""
         with self._applying:
             pass
 
     def apply(self, seconds: float) -> int:
-        """Put loaded turns into the cache until that took so much CPU time of this thread. Return their number.
+        """Put loaded turns into the cache for ``seconds`` of this thread's CPU time. Return their number.
 
-        At least one turn is applied if any are ready, so a turn that takes longer alone exceeds the budget. None is
-        applied while another thread applies or erases one: this call never waits for it.
+        At least one turn is applied if any are ready, even if it takes longer. None is applied while another thread
+        applies or erases one, because this call never waits for it.
         """
         if not self._applying.acquire(blocking=False):
             return 0
@@ -124,7 +125,7 @@ class StoredTurns:
     def _is_loading(self, log: str, record: TurnRecord) -> bool:
         """Return whether the session, group or family of a turn is being loaded, and may have been read without it.
 
-        The cache then takes the turn, because it will count as loaded what lacks the turn.
+        Then the cache must take the turn, because it will count the session, group or family as completely loaded.
         """
         wanted = [Wanted(log, record.tenant, session=record.session)]
         if record.shared_by is not None and record.shared_by == record.group:

@@ -1,4 +1,4 @@
-"""Turn what the cache finished into records of the store, and records into what the cache restores."""
+"""Convert the cache's finished turns to records of the store, and back."""
 
 import time
 
@@ -8,7 +8,7 @@ from agentspec.server_ext.identity import Identity
 
 
 def record_of(turn: FinishedTurn, identity: Identity) -> TurnRecord:
-    """Return the record of a turn. identity: of the request that said it."""
+    """Return the record of a turn. identity: that of its request."""
     return TurnRecord(
         writer=turn.writer,
         number=turn.number,

@@ -4,9 +4,9 @@
     prices = keeper.wait_loaded(60)  # before the cache is used: the snapshot's note or b""; then keeper.start()
     keeper.delete()  # after cache.remove_session(...); and keeper.close() at shutdown, which saves once more
 
-The store stays the truth. A snapshot is a cache of it: what was stored later is applied afterwards, and what it holds
-already is recognised by the records' numbers. So a snapshot that is missing, damaged or of another model costs nothing
-but time.
+The store has the last word, and a snapshot only saves time. Turns that were stored after the snapshot are applied to it
+later; turns that it holds already are recognised by their records' numbers. So a snapshot that is missing, damaged or
+of another model costs nothing but time.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 _OF_REDIS = re.compile(f"[0-9a-f]{{{PLACE_DIGITS}}}")
 _WRITTEN_SECONDS = 3_600.0
-"""Time after its last write in which a temporary file counts as being written, where the file system has no locks."""
+"""Seconds for which a temporary file counts as being written after its last write, if the file system has no locks."""
 
 
 def snapshot_identity(namespace: str, cache: SuffixCache) -> str:
-    """Return the text that a usable snapshot has, too: agentspec's version, the store's namespace and the policy."""
+    """Return the text that a snapshot must have to be used: agentspec's version, the log's name and the policy."""
     return json.dumps({"agentspec": agentspec.__version__, "namespace": namespace, "policy": repr(cache.policy)})
 
 
@@ -61,10 +61,11 @@ class SnapshotKeeper:
 
     path: the file, readable by its owner alone; each process needs its own. identity: see `snapshot_identity`. note:
     called at each save; `wait_loaded` of the next process returns its bytes. interval: seconds between two saves.
-    max_bytes: none is written while the cache holds more (None: no limit). max_age: seconds after which a file of this
-    store is deleted unread, be it another model's (None: no limit). places: returns the cursor in each log up to which
-    erasures have left the cache. catch_up: takes what was erased since from the loaded cache, given these cursors as of
-    the save. Errors are logged and counted, never raised.
+    max_bytes: no snapshot is written while the cache holds more (None: no limit). max_age: seconds after which a
+    snapshot beside this store, of whatever model, is deleted unread (None: no limit). places: returns the cursor in
+    each log up to which erasures have left the cache; saved with it. catch_up: given these cursors, removes what was
+    erased since from the loaded cache, and returns whether it held any of that. Errors are logged and counted, never
+    raised.
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class SnapshotKeeper:
     def wait_loaded(self, timeout: float | None = None) -> bytes:
         """Wait until the snapshot was read, and return its note; b"" if there is none or it is not read in time.
 
-        Until then the cache must not be used. After a timeout it may be used, but not drafted from until `is_loaded`: a
-        snapshot that comes too late is ignored, but one that came in time may hold text that was erased since.
+        Do not use the cache before this returns. After a timeout (in seconds) use it, but do not draft from it until
+        `is_loaded`: the cache ignores a snapshot that comes too late, but one that came in time may hold text that was
+        erased since.
         """
         return self._loaded_note if self._loaded.wait(timeout) else b""
 
@@ -116,9 +118,9 @@ class SnapshotKeeper:
     def delete(self) -> None:
         """Delete the file, because it holds a session that was erased; the next save writes one without it.
 
-        A save that runs meanwhile is thrown away. The model's snapshots of other tenants and engines go too, because
-        those that do not run any more may hold the session; the others save again. So do files that were left half
-        written. Raises StoreError if the file cannot be deleted.
+        A save that runs meanwhile is discarded. The model's snapshots of other tenants and engines are deleted too, and
+        so are unfinished files: those of engines that no longer run may hold the session, and the others save again.
+        Raises StoreError if the file cannot be deleted.
         """
         try:
             self._discard()
@@ -142,7 +144,7 @@ class SnapshotKeeper:
             if self._max_bytes is not None and held.bytes > self._max_bytes:
                 raise SnapshotError(f"{self._path}: the cache holds {held.bytes} bytes, more than {self._max_bytes}")
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            places = json.dumps(dict(self._places())).encode()  # before the text: what is erased from here on is told
+            places = json.dumps(dict(self._places())).encode()  # before the text: later erasures are caught up
             self._cache.save(self._path, identity=self._identity, note=places + b"\n" + self._note())
         except Exception as error:
             self._counts["errors"] += 1
@@ -188,7 +190,7 @@ class SnapshotKeeper:
                 due = time.monotonic() + self._interval
 
     def _load(self) -> None:
-        """Load the snapshot into the cache, and take out of it what was erased since."""
+        """Load the snapshot into the cache, and remove what was erased since it was saved."""
         begin = time.monotonic()
         try:
             if not self._path.exists():
@@ -203,12 +205,12 @@ class SnapshotKeeper:
         try:
             places, _, self._loaded_note = note.partition(b"\n")
             erased = self._catch_up(json.loads(places or b"{}"))
-        except Exception as error:  # whatever it is, nobody knows what was erased
+        except Exception as error:  # so it is not known what was erased
             logger.warning("agentspec: the saved suffix indexes are not used: %s", error)
             erased = sum(self._cache.forget_tenant(tenant) for tenant in self._cache.tenants()) > 0
         if erased:
             with contextlib.suppress(OSError):  # a read-only file system; the next start catches up again
-                self._discard()  # and not the files of other engines, which read them just now
+                self._discard()  # but not the files of other engines, which may be reading them
         tokens = self._counts["loaded_tokens"] = self._cache.stats().tokens
         logger.info("agentspec: loaded suffix indexes of %d tokens in %.2f s", tokens, time.monotonic() - begin)
 
@@ -219,14 +221,14 @@ class SnapshotKeeper:
             self._path.unlink(missing_ok=True)
 
     def _delete_too_old(self) -> None:
-        """Delete what models, secrets or engines that are not served any more have left beside this store."""
+        """Delete old snapshots beside this store, left by models, secrets or engines that are no longer in use."""
         for other in self._of_this_store():
             with contextlib.suppress(OSError):
                 if self._is_too_old(other):
                     other.unlink()
 
     def _delete_unfinished(self) -> None:
-        """Delete what processes that were killed while they saved have left of this snapshot and of others beside."""
+        """Delete the unfinished files that processes killed while saving left, of this snapshot and those beside it."""
         for left in self._beside(f"{glob.escape(self._path.name)}.tmp*") + self._of_this_store(ending=".tmp*"):
             with contextlib.suppress(OSError):  # another user's
                 _delete_unless_written(left)
@@ -234,15 +236,15 @@ class SnapshotKeeper:
     def _of_this_store(self, log: str = "", ending: str = "") -> list[Path]:
         """Return the snapshots beside the same store, of logs whose names begin with ``log``.
 
-        Those of any Redis server count: a server may have several addresses, and a log's name depends on the model and
-        the servers' secret alone. ending: a pattern for what follows the name of a snapshot.
+        All Redis servers count as the same store, because one may have several addresses, and a log's name depends only
+        on the model and the servers' secret. ending: a pattern for what follows the name of a snapshot.
         """
         of_redis = _OF_REDIS.fullmatch(self._store_name)
         store = PLACE_DIGITS * "[0-9a-f]" if of_redis else glob.escape(self._store_name)
         return self._beside(f"{store}-{glob.escape(log)}*.snapshot{ending}")
 
     def _beside(self, pattern: str) -> list[Path]:
-        """Return the files in the snapshot's folder that match; none if the folder cannot be read."""
+        """Return the files in the snapshot's folder that match a pattern; none if the folder cannot be read."""
         try:
             return [*self._path.parent.glob(pattern)]
         except OSError:  # of a network's file system, for example
@@ -253,8 +255,9 @@ class SnapshotKeeper:
 
 
 def _delete_unless_written(path: Path) -> None:
-    """Delete a temporary file, unless a process, maybe of another container, writes it: that has locked it."""
-    with path.open("rb") as file:  # a process that has just made it gets its lock when this is closed, and sees it gone
+    """Delete a temporary file unless a process, maybe in another container, is writing it and so has locked it."""
+    # A process that has just made it waits for its lock until this is closed, and then makes another.
+    with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
