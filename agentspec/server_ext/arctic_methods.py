@@ -9,8 +9,8 @@ unless a parameter of ArcticInference's rule is given.
 
 ``{"method": "suffix", "suffix_decoding_max_tree_depth": 24, …}``: suffix decoding by ArcticInference's rule, with these
 parameters and their defaults. One index serves all requests of a principal, whatever their sessions; without API keys,
-all requests of the server. agentspec's budget in tokens (``max_tokens``) limits the past requests that the index holds,
-except that 0 still means none.
+all requests of the server. ArcticInference's limit on past requests is replaced by agentspec's budget in tokens
+(``max_tokens``), except for 0, with which requests draft from their own text only.
 
 vLLM's other methods stay as they are configured: ``vllm_adapter.native_methods``.
 """

@@ -42,8 +42,8 @@ _LARGEST_FIGURES = 32 << 20
 _LARGEST_MEMORY_STORE = 256 << 20
 _MOST_BYTES = 1 << 50
 LONGEST_STEP = 2.0
-"""Longest duration of a step with several requests, in multiples of one without drafts, unless all of them gain more or
-the operator says otherwise."""
+"""Default for the longest duration of a step with several requests, in multiples of one without drafts. Steps may take
+longer where every request accepts enough tokens (`pricing.step_cost`)."""
 ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
 _SETTINGS = "AGENTSPEC_SETTINGS"
 _SECTION = "agentspec"
@@ -83,7 +83,7 @@ def memory_instead(why: str) -> str:
 class MemoryShares:
     """Hold the parts of one budget, in bytes.
 
-    queue: of records to be written, and as much of records to be applied. store: of a store in memory.
+    queue: for records to be written, and the same again for records to be applied. store: for a store in memory.
     """
 
     cache: int
@@ -93,9 +93,10 @@ class MemoryShares:
 
     @classmethod
     def of(cls, max_bytes: int, store: str = "") -> "MemoryShares":
-        """Return the parts of ``max_bytes``: queues and figures have a small one, and never more than they can use.
+        """Return the parts of ``max_bytes``.
 
-        store: URL of the store; one in memory takes up to a quarter.
+        Figures and each queue get at most a sixteenth, and never more than they can use. store: URL of the store; a
+        store in memory gets at most a quarter.
         """
         part = max_bytes // 16
         queue, figures = min(part, QUEUE_BYTES), min(part, _LARGEST_FIGURES)
@@ -104,7 +105,7 @@ class MemoryShares:
 
 
 def refuse_switch(model: type[BaseModel], name: str, value: object) -> None:
-    """Raise ValueError if a field that is no switch gets true or false, alone or in a list: true would count as 1."""
+    """Raise ValueError if a field that is not a switch gets true or false, alone or in a list, as true counts as 1."""
     given = value if isinstance(value, list) else [value]
     if model.model_fields[name].annotation is not bool and any(isinstance(each, bool) for each in given):
         raise ValueError(f"{name}: true and false are no values of it")
@@ -220,7 +221,7 @@ class Settings(BaseModel):
     def _a_file(cls, value: str | None) -> str | None:
         try:
             usable = value is None or Path(value).expanduser().is_file()
-        except (OSError, RuntimeError):  # a name that no file can have, a home that nobody has
+        except (OSError, RuntimeError):  # an impossible file name, or an unknown user's home
             usable = False
         if not usable:
             raise ValueError(
@@ -251,7 +252,7 @@ def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Se
     """
     given = config if isinstance(config, Mapping) else {}
     for key in given:
-        if key != _SECTION and str(key).lower() == _SECTION:  # or it would be dropped without a word
+        if key != _SECTION and str(key).lower() == _SECTION:  # it would be ignored without a word
             raise ConfigurationError(f"additional-config: {key!r} is not known; spell it {_SECTION!r}")
     section = given.get(_SECTION, {})
     if not isinstance(section, Mapping):
@@ -276,9 +277,10 @@ def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Se
 def settle_store(config: object) -> Settings:
     """Return the settings, with a store that could be opened.
 
-    config: vLLM's ``additional_config`` value. A default store that cannot be opened, as on a full disk, makes way for
-    one in memory, here and in the processes that this one starts. Raises ConfigurationError as ``load_settings`` does,
-    and StoreError for a store that somebody named, whose file is not agentspec's, or whose logs have other shards.
+    config: vLLM's ``additional_config`` value. If the default store cannot be opened, as on a full disk, a store in
+    memory replaces it, in this process and those that it starts. Raises ConfigurationError as ``load_settings`` does,
+    and for an unusable URL of a store; StoreUnavailableError if a store that was named cannot be opened; StoreError if
+    the store's file is not agentspec's or its logs have another number of shards.
     """
     settings = load_settings(config)
     try:
@@ -301,7 +303,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 def json_object(name: str, text: str, what: str = "a JSON object") -> dict[str, Any]:
     """Return the JSON object that an option or a variable holds.
 
-    Raises ConfigurationError if it is none, or if an object in it has a field twice.
+    Raises ConfigurationError if it holds something else, or if an object in it has a field twice.
     """
     try:
         value = json.loads(text, object_pairs_hook=object_of)
@@ -328,7 +330,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _shown_input(item: Mapping[str, Any]) -> str:
-    """Return the part of a message that quotes the wrong value: nothing for one that may hold a password."""
+    """Return the part of a message that quotes the wrong value; "" for a value that may hold a password."""
     value = item["input"]
     if item["loc"][:1] == ("store",) or not isinstance(value, str | int | float | bool | None) or "@" in str(value):
         return ""

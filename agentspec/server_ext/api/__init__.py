@@ -5,9 +5,9 @@
 ``path_ids``          ids at the end of a path
 ``imports``           the bodies of imports, and the threads that read them
 ``session_texts``     texts and messages that a client gives for a session, as turns
-``request_bodies``    reads in a request's body what it drafts from beside its prompt:
+``request_bodies``    reads two sources of drafts from a request's body:
 ``predictions``       OpenAI's Predicted Outputs, and
-``quotes``            what its response may quote of the prompt in another spelling
+``quotes``            texts of the prompt that its response may quote in another spelling
 ``response_figures``  a request's figures in its response
 ``prometheus``        the engines' figures on vLLM's ``/metrics``
 

@@ -53,9 +53,9 @@ class AgentSpecEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes to vLLM's app, the figures to its ``/metrics``, and what remembers the sender of a request.
+        """Add routes, figures on ``/metrics``, and the middleware that reads requests and remembers their senders.
 
-        Its access log names no session from then on.
+        From then on, vLLM's access log names no session.
         """
         app.include_router(router)
         app.include_router(session_router)
@@ -79,7 +79,7 @@ class AgentSpecEndpoints:
 
 
 def _without_session(record: logging.LogRecord) -> bool:
-    """Cut a session's id and the query off the path of a call on a session. They name whose text it is."""
+    """Cut a session's id and the query, which tell whose text it is, off a path that is logged. Return True."""
     if isinstance(record.args, tuple) and len(record.args) > _PATH:
         before, route, _ = str(record.args[_PATH]).partition(_SESSION)
         if route:

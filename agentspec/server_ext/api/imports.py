@@ -1,7 +1,7 @@
-"""Take the bodies of imports, and let them become tokens in threads of their own: chats and exports must not wait.
+"""Take the bodies of imports, and tokenize them in threads of their own, so that chats and exports don't wait.
 
 A caller's imports run one at a time, so that those of others find a thread. The bodies that wait meanwhile are held in
-memory, so there are limits for those of one caller and of all.
+memory, so their bytes are limited, for one caller and for all.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 _THREADS = 4
 _MAX_BODY = 8 * 1024 * 1024
-"""Longest body, in bytes: about a million tokens. Made to take memory, parsed JSON takes 25 times as much."""
+"""Longest body, in bytes: about a million tokens. Parsed, a body that is made to take memory takes 25 times as much."""
 MAX_TURNS = 1 << 15
 """Most turns or texts in a body. Each takes 1.5 KB while it is read, and time in the store's thread, however short."""
 _BODIES_OF_ONE, _BODIES_OF_ALL = 4, 16
@@ -52,7 +52,7 @@ class Imports:
                     raise HTTPException(status_code=413, detail=f"{why}. {how}")
                 self._refuse_if_full(principal)
             yield body
-        except ClientDisconnect:  # nobody hears of it, and a traceback in the log would help nobody
+        except ClientDisconnect:  # no caller hears of it, and a traceback in the log would not help
             raise HTTPException(status_code=400, detail="body: the caller left before its end") from None
         finally:
             self._held[principal] -= len(body)

@@ -6,15 +6,15 @@ _NAME = "agentspec_id"
 
 
 def any_id(parameter: str) -> str:
-    """Return the end of a route's path that gives the rest of the path to this parameter of the handler."""
+    """Return the end of a route's path that passes the rest of a path to this parameter of the handler."""
     return f"{{{parameter}:{_NAME}}}"
 
 
 class _IdConvertor(Convertor[str]):
-    """Match slashes and line breaks, too.
+    """Match any text, also with slashes and line breaks.
 
-    Starlette's own ``path`` drops a line break at the end of a path, so that the id would be another one's. It doesn't
-    match one before the end, so that there would be no such route.
+    Starlette's own ``path`` drops a line break at the end of a path, which would make it another id. It matches no line
+    break before the end, so no route would be found.
     """
 
     regex = "(?s:.*)"

@@ -27,7 +27,7 @@ _NEGOTIATED = (b"accept", b"accept-encoding")
 """Headers by which a scraper asks for OpenMetrics, or for compression, which vLLM gives at ``/metrics/`` alone."""
 _ASK_SECONDS = 2.0
 _FRESH_SECONDS = 1.0
-"""Age up to which figures are shown again. Anybody may read /metrics, and asking an engine takes time of its steps."""
+"""Age up to which figures are shown again, because anybody may read /metrics, and asking delays an engine's steps."""
 
 
 class _Figure(NamedTuple):
@@ -175,7 +175,7 @@ class MetricsMiddleware:
 
 
 class _Engines:
-    """Hand answers that were given before to a registry of prometheus_client."""
+    """Pass the engines' answers to a registry of prometheus_client."""
 
     def __init__(self, engines: Sequence[Stats]) -> None:
         self._engines = engines

@@ -1,12 +1,12 @@
-"""Find what a response may quote of its prompt in another spelling.
+"""Find the texts of a prompt that its response may quote in another spelling.
 
 - A tool call quotes a file, or an answer before, as a JSON string, with ``\\n`` for the end of a line.
 - A file was shown with a number in front of each line, and the response quotes it without.
 - A tool's result has the file as a string in JSON, or in Python's form, and the response quotes the file as it is.
 - A patch quotes a file's lines with ``-`` or a space in front.
 
-These are other tokens than the prompt's, so nearly every line ends a draft. Here the prompt's texts become tokens in
-the spellings that responses use, too, and the request drafts from them as source ``quote``.
+Such quotes have other tokens than the prompt, so nearly every line would end a draft. So this module also tokenizes the
+prompt's texts in the spellings that responses use, and the request drafts from them as source ``quote``.
 """
 
 import json
@@ -26,15 +26,15 @@ from agentspec.server_ext.api.session_texts import encode_text
 from agentspec.server_ext.step import Int32
 
 _KEPT_BYTES = 32_000_000
-_ENTRY_BYTES = 256  # of a text that is remembered, beside its tokens
-_LONGEST_TOKEN = 6  # characters of a token, at most, on average over a text that is read whole
+_ENTRY_BYTES = 256  # of a remembered text, beside its tokens
+_LONGEST_TOKEN = 6  # most characters a token, on average, of a text that is read whole
 _LEAST_TEXT = 24  # characters
-_ESCAPED = re.compile(r'["\\\x00-\x1f]')  # what JSON spells otherwise
+_ESCAPED = re.compile(r'["\\\x00-\x1f]')  # characters that JSON escapes
 _NUMBER = r" *L?(\d{1,9})(?:\t|→|\| ?|[:-])"
 _NUMBERED = re.compile(_NUMBER)
 # A string without an end counts up to the end of its line, so that a search takes linear time.
 _STRING = re.compile(r"""["](?:[^"\\\n]|\\.)*["]?|['](?:[^'\\\n]|\\.)*[']?""")
-_SEVERAL_LINES = re.compile(r"\n|\\n")  # or those of a string
+_SEVERAL_LINES = re.compile(r"\n|\\n")  # as such, or in a string
 _HAS_NUMBERS = re.compile(rf"\n{_NUMBER}")
 _BODY_HAS_NUMBERS = re.compile(rb"\\n *L?\d{1,9}(?:\\t|\\u2192|\xe2\x86\x92|[|:-])")
 _PATCH_SIGNS = ("apply_patch", "*** Begin Patch", "```diff", "```patch", "unified diff", "diff --git", "--- a/")
@@ -69,8 +69,8 @@ class Quotes:
     """Read what requests may quote. Safe for any thread.
 
     tokenizer: the served model's. most: most tokens that a request may quote. Texts that were read lately are
-    remembered, so that a conversation's next turn costs what is new in it. Each caller finds its own alone: the time
-    until a response begins would tell another one that a text was sent before.
+    remembered, so that a conversation's next turn costs only its new texts. They are remembered for each caller apart,
+    because the time until a response begins would tell one caller that another had sent the text.
     """
 
     def __init__(self, tokenizer: Any, most: int) -> None:
@@ -88,8 +88,8 @@ class Quotes:
         """Return the tokens that a response to the request in this body may quote, int32 [Q].
 
         owner: the caller's principal, which a ``cache_salt`` in the body separates further. None: it is not known, so
-        nothing is remembered. If there are more tokens than ``most``, those of the newest texts are kept. Raises what
-        the tokenizer raises, and nothing for a body that is wrong: vLLM says so.
+        nothing is remembered. If there are more tokens than ``most``, those of the newest texts are kept. Raises the
+        tokenizer's errors. A body that is not valid has no tokens; vLLM refuses it.
         """
         left, parts, seen = self._most, list[Int32](), set[bytes]()
         try:
@@ -137,14 +137,14 @@ class Quotes:
 
 
 def may_quote(body: bytes) -> bool:
-    """Return whether a request may have what `Quotes.read` looks for. Takes 1 ms for 100 kB."""
+    """Return whether `Quotes.read` may find something in a request's body. Takes 1 ms for 100 kB."""
     return any(sign in body for sign in _BODY_SIGNS) or _BODY_HAS_NUMBERS.search(body) is not None
 
 
 def spellings(text: str, form: Form) -> list[str]:
     """Return the spellings, other than its own, in which a response of this form may quote a text.
 
-    Of a text that has its content in strings, such as JSON, these are taken.
+    If a text has its content in strings, as JSON has, the strings are taken in its place.
     """
     found = list[str]()
     for shown, part in _strings_in(text) or [(text, text)]:
@@ -202,7 +202,7 @@ def _items(request: Any) -> list[Any]:
 
 
 def _calls_for_patches(request: dict[str, Any]) -> bool:
-    """Return whether what is not a tool's result shows a sign of patches: instructions, tools, or earlier responses."""
+    """Return whether a request shows signs of patches, in instructions, tools or messages other than tool results."""
     left = [request.get(field) for field in ("tools", "instructions", "system")] + _items(request)
     while left:
         value = left.pop()
@@ -223,7 +223,7 @@ def _calls_tools(request: dict[str, Any]) -> bool:
 
 
 def _wants_json(request: dict[str, Any]) -> bool:
-    """Return whether the response shall be JSON, by OpenAI's two APIs, by Anthropic's, or by vLLM's own field."""
+    """Return whether the response must be JSON, by OpenAI's two APIs, by Anthropic's, or by vLLM's own field."""
     formats = [request.get("response_format")]
     formats += [part.get("format") for part in map(request.get, ("text", "output_config")) if isinstance(part, dict)]
     structure = request.get("structured_outputs")
@@ -235,7 +235,7 @@ def _wants_json(request: dict[str, Any]) -> bool:
 def _strings(content: Any) -> Iterator[str]:
     """Yield the texts of a message's content: a string, or parts, which may have contents themselves."""
     left = [content]
-    while left:  # a recursion would end at a body that is nested deeply
+    while left:  # no recursion, because a body may be nested too deeply for one
         value = left.pop()
         if isinstance(value, str):
             yield value
@@ -246,14 +246,14 @@ def _strings(content: Any) -> Iterator[str]:
 
 
 def _is_prose(text: str) -> bool:
-    """Return whether what the model said is neither JSON nor a patch, which are spelled as responses spell them."""
+    """Return whether a text of the model is neither JSON nor a patch. Those are spelled as responses spell them."""
     return not text.lstrip().startswith(("{", "[")) and not any(sign in text for sign in _PATCH_SIGNS)
 
 
 def _strings_in(text: str) -> list[tuple[str, str]]:
-    """Return the strings of several lines in a text, if they are a third of it or more, as in JSON.
+    """Return the strings of several lines in a text, if they are more than a third of it, as in JSON.
 
-    Each string comes as the text shows it, and as what it says.
+    Each string comes as the text shows it, with its quotes, and decoded.
     """
     found = [
         each for each in _STRING.findall(text) if len(each) >= _LEAST_TEXT and each[0] == each[-1] and "\\n" in each

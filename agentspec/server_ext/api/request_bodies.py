@@ -1,4 +1,4 @@
-"""Read in a request's body what it drafts from beside its prompt: a prediction, and what its response may quote."""
+"""Read two sources of drafts from a request's body: its prediction, and the texts that its response may quote."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ _NOTHING: tuple[Sequence[int], Int32] = ((), np.zeros(0, np.int32))
 
 
 class BodyMiddleware:
-    """Read the bodies of chats. One with an unusable prediction leads to 400, as with OpenAI."""
+    """Read the bodies of chats. Answers 400 to an unusable prediction, as OpenAI does."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -60,7 +60,7 @@ class BodyMiddleware:
             await self._app(scope, replayed, send)
 
     def _drafts_from(self, engine: Any, body: bytes, predicts: bool) -> tuple[Sequence[int], Int32]:
-        """Return the tokens of the prediction in a body, and of what the response may quote; only one of them.
+        """Return the tokens of the prediction in a body; if there are none, the tokens that the response may quote.
 
         Raises InvalidInputError for an unusable prediction.
         """
@@ -93,7 +93,7 @@ def _owner(engine: Any) -> str | None:
 
 
 async def _read(receive: Receive) -> tuple[bytes, Receive]:
-    """Return a request's body, and what lets the app receive it again."""
+    """Return a request's body, and a function with which the app receives it again."""
     messages: list[Message] = []
     while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False)):
         messages.append(await receive())

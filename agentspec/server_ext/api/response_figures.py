@@ -40,11 +40,11 @@ FIELD = "agentspec"
 
 _PATHS = ("/v1/chat/completions", BATCH, "/v1/completions")
 _WAIT_SECONDS = 5.0
-"""An engine answers between two steps; on a CPU a step with a full batch of prompts may take seconds."""
+"""Longest wait for an engine. It answers between two steps; on a CPU a full batch of prompts may take seconds."""
 _CONTEXT = 8
-"""Tokens before another that may change its text: a leading space, parts of one character."""
+"""Number of tokens before another that may change its text, by a leading space or as parts of one character."""
 _INCOMPLETE_CONTEXT = 2 * _CONTEXT
-"""As many while no character is complete: a response may be bytes without end that make none."""
+"""Number of these tokens while no character is complete. A limit, because a response may never complete one."""
 _INCOMPLETE = "\ufffd"
 _END_OF_STREAM = b"data: [DONE]\n\n"
 
@@ -52,7 +52,7 @@ _END_OF_STREAM = b"data: [DONE]\n\n"
 async def figures_of(engine: Any, request_id: str, call: str | None = None) -> dict[str, Any] | None:
     """Return the figures of one request, or None if it is another principal's, unknown or forgotten.
 
-    engine: vLLM's EngineClient. call: the one of several with this id (`Presented.call`); None: the one that began
+    engine: vLLM's EngineClient. call: tells API calls with this id apart (`Presented.call`); None: the one that began
     last. Raises TimeoutError after five seconds, and the engine's own errors.
     """
     sender = presented()
@@ -75,7 +75,7 @@ async def figures_of(engine: Any, request_id: str, call: str | None = None) -> d
 
 
 def _added_up(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of one request, whose samples may have run on several engines. One sample's steps are told."""
+    """Return the sums of one request's figures on several engines. ``detail`` is that of the first one that has it."""
     sums = dict(answers[0])
     for answer in answers[1:]:
         for name, value in answer.items():
@@ -109,9 +109,9 @@ def _as_text(steps: list[dict[str, Any]], decode: Callable[[list[int]], str]) ->
 
 
 def _pieces(before: list[int], tokens: list[int], decode: Callable[[list[int]], str]) -> tuple[list[str], list[int]]:
-    """Return the text that each token adds behind `before`, and the context of what follows.
+    """Return the text that each token adds behind `before`, and the context of the tokens that follow.
 
-    A character that several tokens make is the last one's.
+    A character that several tokens make counts as the last one's.
     """
     texts = []
     for token in tokens:
@@ -148,7 +148,7 @@ def _predicts() -> bool:
 class _Response:
     """Pass a response on, with its request's figures.
 
-    asked: whether the request asked for all of them, and not only for those of its prediction in `usage`.
+    asked: whether the request asked for all figures; if not, only those of its prediction go into ``usage``.
     """
 
     def __init__(self, engine: Any, send: Send, asked: bool) -> None:
@@ -193,7 +193,7 @@ class _Response:
         await self._send({"type": "http.response.body", "body": self._body})
 
     async def _with_chunk(self, body: bytes) -> bytes:
-        """Return a piece of a stream, with a chunk of figures before its end."""
+        """Return a piece of a stream, with a prediction's figures in ``usage`` and all figures before the end."""
         if self._first is None and body.startswith(b"data: {"):
             self._first = _parsed(body[len(b"data: ") :].partition(b"\n\n")[0])
         if self._predicts and b'"choices":[]' in body and body.startswith(b"data: {") and body.endswith(b"}\n\n"):

@@ -92,7 +92,7 @@ class ExportedSession(BaseModel):
 
 
 class NoSessionError(HTTPException):
-    """Tell the caller that it has no session of this id. vLLM's log may have the error's text, which names none."""
+    """Tell the caller that it has no session of this id. As a string it has no id, because vLLM may log that."""
 
     def __init__(self, session_id: str) -> None:
         super().__init__(status_code=404, detail=f"no session {session_id!r}")
@@ -110,8 +110,8 @@ async def list_sessions(
 ) -> dict[str, Any]:
     """Return the caller's stored sessions: id, tokens, turns, bytes, when it was used last (epoch seconds), group.
 
-    limit: how many, at most 1,000, and a few more where several were used at the same moment as the last of them.
-    before: those used before this time alone. The answer's ``next`` is the ``before`` of a call for those behind these;
+    limit: how many, at most 1,000; there may be more if several were used at the same moment as the last of them.
+    before: only sessions used before this time. The answer's ``next`` is the ``before`` for the sessions behind these;
     null: there are none.
     """
     engine = drafting_engine(request)
@@ -146,7 +146,7 @@ async def export_session(request: Request, session_id: str) -> Response:
 
 @router.put("/" + any_id("session_id"))
 async def import_session(request: Request, session_id: str, only_new: bool = False) -> dict[str, Any]:
-    """Add an exported session's turns, or texts, to a session of the caller. only_new: unless it exists."""
+    """Add an exported session's turns, or texts, to a session of the caller. only_new: unless the session exists."""
     engine = drafting_engine(request)
     identity = _identity(engine, session_id, write=True)
     async with _imports.body_of(request, identity.principal) as body:
@@ -212,17 +212,17 @@ def _salt(sender: Presented | None) -> str | None:
 
 
 async def _run(engine: Any, owner: Identity, what: str, *args: Any, engines: Sequence[int] | None = None) -> list[Any]:
-    """Run a job on these engines, None: on all, and return their values. Raise 503 where the store is away."""
+    """Run a job on engines and return their values. engines: None: all. Raise 503 where the store is away."""
     job = uuid.uuid4().hex
     numbers = engine_numbers(engine) if engines is None else engines
     for number in numbers:
         await _ask(engine, number, "begin", job, owner.principal, what, *args)
-    # All at once, because an engine that is not asked for seconds takes the asker for gone.
+    # Poll all at once, because an engine that is not polled for some seconds takes the asker for gone.
     return await asyncio.gather(*(_value(engine, number, job) for number in numbers))
 
 
 async def _value(engine: Any, number: int, job: str) -> Any:
-    """Return the value of a job on one engine, of which long ones come in parts. Raise 503 if none comes for 20 s."""
+    """Return the value of a job on one engine. Long values come in parts. Raise 503 if none comes for 20 s."""
     until, pause = time.monotonic() + _WAIT_SECONDS, _FIRST_PAUSE
     parts: list[Any] = []
     while True:
@@ -294,7 +294,7 @@ def _check_count(given: Any) -> None:
 
 
 def _tokenised(given: ExportedSession | SessionTexts, engine: Any, session_id: str, log: str) -> ExportedSession:
-    """Return an export as it is, and texts as one, in the tokens of the served model. Raise 400 if that fails."""
+    """Return an export as it is, and texts as an export in the served model's tokens. Raise 400 if that fails."""
     if isinstance(given, ExportedSession):
         return given
     tokenizer = tokenizer_of(engine)
@@ -310,8 +310,8 @@ def _tokenised(given: ExportedSession | SessionTexts, engine: Any, session_id: s
 def _export(session_id: str, log: str, of_engines: Sequence[Sequence[bytes]]) -> bytes | None:
     """Return a session as JSON, None if it has no turns. of_engines: its records; engines may share a store.
 
-    Each turn becomes JSON alone: a long session in one go would keep the event loop, and so all callers, from the
-    interpreter's lock for seconds.
+    Each turn becomes JSON by itself. A long session in one go would hold the interpreter's lock for seconds, for which
+    the event loop, and so all callers, would wait.
     """
     turns: dict[tuple[str, int], bytes] = {}
     for payload in chain.from_iterable(of_engines):
@@ -343,7 +343,7 @@ def _import(session: ExportedSession, identity: Identity, vocabulary: int) -> li
     """Return the records of an exported session for a session of the caller."""
     payloads = []
     for i, turn in enumerate(session.turns):
-        if max(turn.response, default=0) >= vocabulary:  # a prompt may have placeholders of images behind it
+        if max(turn.response, default=0) >= vocabulary:  # a prompt's ids may be higher: placeholders of images
             raise _refused(f"turns.{i}: a token id is not below {vocabulary}, the size of the model's vocabulary")
         record = TurnRecord(
             writer=turn.writer,

@@ -22,7 +22,7 @@ FormatVersion = Annotated[int, Field(ge=1, le=1)]
 class SessionTexts(BaseModel):
     """Hold text that a session is to draft from although it was not said on this server.
 
-    messages: a conversation, as chat completions take it. texts: others, such as files.
+    messages: a conversation, as chat completions take it. texts: other texts, such as files.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -36,7 +36,7 @@ def turns_of(given: SessionTexts, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Yield a turn, in the form of an export, for the conversation and for each text. Empty texts give none.
 
     tokenizer: the served model's (`encode`, `apply_chat_template`). A turn is named by its tokens, so one that is given
-    again changes nothing. Raises InvalidInputError, naming the field, for a text that has no tokens.
+    again changes nothing. Raises InvalidInputError, naming the field, for a text that cannot be tokenized.
     """
     texts = [("messages", _rendered(given.messages, tokenizer))] if given.messages else []
     texts += [(f"texts.{i}", text) for i, text in enumerate(given.texts)]
@@ -72,7 +72,7 @@ def encode_text(text: str, tokenizer: Any, field: str) -> list[int]:
 
 
 def _rendered(messages: list[dict[str, Any]], tokenizer: Any) -> str:
-    """Return a conversation as the model reads it; without a usable chat template, what was said in it."""
+    """Return a conversation as the model reads it; without a usable chat template, its messages' contents by line."""
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
     except Exception as error:  # a template raises whatever it likes, e.g. for roles that it doesn't know

@@ -2,8 +2,8 @@
 
 Starts go first, because a request gets no drafts before its start. A step starts half of the waiting requests, rounded
 up. If it already started some before its forward pass, it starts half of the others after it, rounded down. A session's
-next turn starts after the turn before was finished. Likewise, a request that goes on with streamed input, under the
-same id, starts after its response so far was finished.
+next turn starts after the turn before was finished, unless that still waits to be told its length. Likewise, a request
+that goes on with streamed input, under the same id, starts after its response so far was finished.
 
 A step also does an eighth of the other waiting work, once. It rounds down if requests begin or stored turns must be
 applied, so that a few ends never hold these up but many cannot pile up. It does more as long as the next start or

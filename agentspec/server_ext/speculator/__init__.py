@@ -3,7 +3,7 @@
 ``config``      the shape of a speculator, from every published spelling of config.json
 ``models``      the MLP and the LSTM, and their layers
 ``checkpoint``  load from a folder or a hub, and save, in the published layouts
-``selection``   chooses tokens by a head's logits, in parts that kernels and tensor-parallel ranks compute
+``selection``   chooses tokens by a head's logits, of which kernels and tensor-parallel ranks compute parts
 ``draft_loop``  n greedy steps for a batch, without a synchronisation
 ``vocabulary``  reduces a head to frequent tokens (needs numpy, and the store for counting)
 ``gpu``         weights in 8 bits; fused kernels and CUDA graphs, compared with plain torch before they are used

@@ -69,7 +69,7 @@ def load_speculator(
 
 
 def check_speculator(path_or_hub_id: str | Path, *, hidden_size: int, vocab_size: int) -> None:
-    """Raise the SpeculatorError of ``load_speculator`` for sizes, files and names that do not fit; read no weights."""
+    """Check sizes, files and names without reading weights. Raises SpeculatorError as ``load_speculator`` does."""
     folder, config, stored = _open(path_or_hub_id, hidden_size, vocab_size)
     for parts in _layout(config).values():
         for names in parts:
@@ -135,7 +135,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _open(
     path_or_hub_id: str | Path, hidden_size: int | None, vocab_size: int | None
 ) -> tuple[Path, SpeculatorConfig, Tensors]:
-    """Return a checkpoint's folder, its config, which fits the target, and its tensors by their names in `_layout`."""
+    """Return a checkpoint's folder, config and tensors by their names in `_layout`, checked against the target."""
     folder = find_folder(path_or_hub_id)
     try:
         config = SpeculatorConfig.from_json(read_config(folder))
@@ -183,7 +183,7 @@ def _download(name: str) -> Path:
 def _read_tensors(folder: Path) -> Tensors:
     """Return the tensors of all weight files by their stored names, from safetensors if there are any, else from .bin.
 
-    Only tensors are unpickled. Raises SpeculatorError that names the file and the remedy.
+    Nothing but tensors is unpickled. Raises SpeculatorError that names the file and the remedy.
     """
     read, index = _safetensors, folder / "model.safetensors.index.json"
     files = sorted(folder.glob("*.safetensors"))

@@ -100,7 +100,7 @@ class SpeculatorConfig:
         return min(k, 1) if self.tie_weights else k
 
     def positions(self, wanted: int | None) -> int:
-        """Return how many tokens to draft. None: all that it can. Raises SpeculatorError if more are wanted."""
+        """Return how many tokens to draft: ``wanted``; None: ``n_predict``. Raises SpeculatorError out of range."""
         if wanted is not None and not 1 <= wanted <= self.n_predict:
             raise SpeculatorError(
                 f"num_speculative_tokens: 1 to {self.n_predict} with this speculator (its n_predict), got {wanted}"

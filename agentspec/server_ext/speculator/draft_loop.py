@@ -73,7 +73,7 @@ class GreedySteps:
         return parts if self._ranks is None else self._ranks.gather(self._operations.merge(parts, self._first))
 
     def _rows(self, given: Tensor) -> Tensor:
-        """Return the head's rows of the given tokens, counted from this rank's first row; out of range for others."""
+        """Return the head's row of each token, counted from this rank's first; out of range if it has no such row."""
         if self._row_of is not None:
             given = torch.where(given < 0, given, self._row_of[given.clamp(min=0)])
         return given - self._first if self._first else given
@@ -134,10 +134,10 @@ class DraftLoop:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not followed
     def warm_up(self) -> None:
-        """Switch on the optimisations that draft as plain torch does, and warn once about each other one.
+        """Switch on each optimisation that drafts as plain torch does, and warn once about each that does not.
 
         Compiling kernels and recording graphs takes seconds, so call it before a server takes requests, on all ranks.
-        Before that, and for each failed check, the loop runs in plain torch.
+        Before that, the loop runs in plain torch, and after a failed check without that optimisation.
         """
         if self._optimizations.kernels is not None:
             load = self._optimizations.kernels

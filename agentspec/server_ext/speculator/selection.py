@@ -66,7 +66,7 @@ def score(head: nn.Module, x: Tensor, wanted: Tensor) -> Tensor:
 
 
 def merge(parts: Tensor, first: int) -> Tensor:
-    """Return parts [P, B, 4] as one [B, 4], its indexes counted from ``first``. Of equal logits the lowest index."""
+    """Return parts [P, B, 4] as one [B, 4], its indexes counted from ``first``. Equal logits: the lowest index."""
     if len(parts) == 1 and not first:
         return parts[0]
     best, place = parts[..., 0].max(dim=0)

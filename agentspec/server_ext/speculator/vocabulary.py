@@ -44,9 +44,9 @@ class TokenCounts:
 def count_tokens(
     store: Store, namespace: str, vocab_size: int, progress: Callable[[int], None] = lambda turns: None
 ) -> tuple[TokenCounts, TokenCounts]:
-    """Count the tokens of a log and return them for nine sessions in ten, and for the held-out tenth.
+    """Return the token counts of a log's sessions: of nine in ten, and of the held-out tenth.
 
-    The tenth shows how well a vocabulary chosen from the others suits text that it was not chosen from. progress:
+    The tenth shows how well a vocabulary that is chosen from the others suits other text. progress:
     called with the number of turns read. Raises SpeculatorError for a token outside the vocabulary, StoreError where
     the store cannot be read.
     """

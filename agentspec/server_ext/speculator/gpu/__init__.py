@@ -21,9 +21,10 @@ from agentspec.server_ext.speculator.selection import Operations
 
 @dataclass(frozen=True, slots=True)
 class Optimizations:
-    """Hold what a draft loop tries to switch on when it warms up; None: nothing.
+    """Hold what a draft loop tries to switch on when it warms up; None: it is not tried.
 
-    ``DraftLoop.warm_up`` calls both and turns their errors into warnings. Tests and benchmarks pass their own.
+    kernels, recorder: return the operations and the recorder of graphs. ``DraftLoop.warm_up`` calls both and turns
+    their errors into warnings. Tests and benchmarks pass their own.
     """
 
     kernels: Callable[[], Operations] | None = None

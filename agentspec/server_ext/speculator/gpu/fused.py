@@ -24,7 +24,7 @@ from agentspec.server_ext.speculator.models import EPSILON, LSTMCell, Speculator
 from agentspec.server_ext.speculator.selection import DraftedTokens, Operations
 
 MOST_ROWS = 64
-"""Most inputs of these products. With more, computing takes longer than reading, and libraries are faster."""
+"""Most rows of these products' input. With more, computing takes longer than reading, and libraries are faster."""
 
 _LEAST_ROWS = 16
 """Least width of a tensor core's right operand in Triton."""
@@ -51,7 +51,7 @@ class QuantizedState:
         self._hidden, self._quantized = hidden, quantized
 
     def of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x as E4M3 and scales: as noted where x is that very state, else quantized now."""
+        """Return x as E4M3 and its scales: the noted ones if x is the noted state itself, else quantized now."""
         if x is self._hidden and self._quantized is not None:
             return self._quantized
         x = x.contiguous()
@@ -129,9 +129,9 @@ class FusedFp8Linear(nn.Module):  # type: ignore[misc]
 
 
 def fuse(speculator: Speculator) -> Speculator:
-    """Return a speculator with the same weights whose cells are fused, and its FP8 layers where tensor cores take them.
+    """Return a speculator with the same weights and fused cells, and fused FP8 layers where tensor cores take them.
 
-    The library still computes wider products. Raises SpeculatorError if Triton has no device to run on.
+    Torch still computes projections in wider types. Raises SpeculatorError if Triton has no device to run on.
     """
     device = next(speculator.parameters()).device
     interpreted = triton.knobs.runtime.interpret
