@@ -75,7 +75,7 @@ def translate(config: Mapping[str, Any], max_draft: int | None = None) -> Transl
 
 
 def _suffix(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int | None) -> Translation:
-    """Translate method "suffix". settings: those that both methods have."""
+    """Translate method "suffix". settings: those that both methods have; extended here."""
     if config.get("enable_suffix_decoding") is False:
         raise ConfigurationError("speculative-config: enable_suffix_decoding is false, but the method is 'suffix'")
     rule = _rule(config)
@@ -90,7 +90,7 @@ def _suffix(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
 
 
 def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int | None) -> Translation:
-    """Translate method "arctic". settings: those that both methods have."""
+    """Translate method "arctic". settings: those that both methods have; extended here."""
     model = config.get("model")
     if not isinstance(model, str) or not model:
         raise ConfigurationError(

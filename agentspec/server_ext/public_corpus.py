@@ -72,7 +72,7 @@ class PublicCorpus:
         self._closing = True
 
     def _run(self) -> None:
-        """Read the file into the cache, and say in the log what came of it. The thread runs this."""
+        """Read the file into the cache, and log the result. The thread runs this."""
         begin = time.monotonic()
         try:
             found = self._cache.publish(self._texts(), max_bytes=self._max_bytes)

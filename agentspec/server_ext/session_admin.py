@@ -38,7 +38,7 @@ _SLICE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Hold a part of what a job yields. more: whether the job goes on behind it."""
+    """Hold a part of the items that a job yields. more: whether the job goes on behind it."""
 
     items: list[Any]
     more: bool

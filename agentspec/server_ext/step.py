@@ -187,7 +187,7 @@ class RequestState:
     told_length: int | None = None
     """tokens of its response that the caller got; None: the API server has not told it"""
 
-    # --- What is counted of it (`figures.accounts`)
+    # --- Its figures (`figures.accounts`)
 
     counted_steps: int = 0
     """number of the steps in `BatchLookup.steps` that its figures count already"""

@@ -60,7 +60,7 @@ class Imports:
                 del self._held[principal]
 
     async def run(self, principal: str | None, read: Callable[[], T]) -> T:
-        """Return what ``read`` makes of a body in one of the threads, after the caller's other imports."""
+        """Return the result of ``read``, which runs in one of the threads after the caller's other imports."""
         async with self._turns.setdefault(principal, asyncio.Lock()):
             return await asyncio.get_running_loop().run_in_executor(self._threads, read)
 

@@ -18,7 +18,7 @@ _LONGEST_TOKEN = 64  # characters that a token has at most, on average over a te
 
 
 def read_prediction(body: bytes, tokenizer: Any) -> list[int]:
-    """Return the tokens of the prediction in a request's body; none if there is none, or the body is not JSON.
+    """Return the tokens of the prediction in a request's body; [] if it has no prediction or is not JSON.
 
     tokenizer: the served model's. Raises InvalidInputError, naming the field, for an unusable or too long prediction.
     """

@@ -65,7 +65,7 @@ _PromptTokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31 - 1)]], FailF
 
 
 class ExportedTurn(BaseModel):
-    """Hold a turn as JSON: a `TurnRecord` without what belongs to its owner. parent, block: 64 bits, in hexadecimal."""
+    """Hold a turn as JSON: a `TurnRecord` without its owner's fields. parent, block: 64 bits, in hexadecimal."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -250,7 +250,7 @@ async def _ask(engine: Any, number: int, *question: Any) -> dict[str, Any]:
 
 
 def _read(body: bytes | bytearray, engine: Any, session_id: str, identity: Identity) -> list[bytes]:
-    """Return the records of what is imported. Raise 400, naming the first wrong field."""
+    """Return the records of an import, given its body. Raise 400, naming the first wrong field."""
     log = served_model_key(engine.vllm_config)
     session = _tokenised(_parse(body), engine, session_id, log)
     if session.log != log:
@@ -308,7 +308,7 @@ def _tokenised(given: ExportedSession | SessionTexts, engine: Any, session_id: s
 
 
 def _export(session_id: str, log: str, of_engines: Sequence[Sequence[bytes]]) -> bytes | None:
-    """Return a session as JSON, None if it has no turns. of_engines: its records; engines may share a store.
+    """Return a session as JSON, None if it has no turns. of_engines: its records, by engine; engines may share a store.
 
     Each turn becomes JSON by itself. A long session in one go would hold the interpreter's lock for seconds, for which
     the event loop, and so all callers, would wait.

@@ -16,7 +16,7 @@ logger = logging.getLogger("vllm.agentspec")
 _NO_HASH = "0" * 16
 
 FormatVersion = Annotated[int, Field(ge=1, le=1)]
-"""Version of what is imported: 1. A `Literal` would also take ``true`` and ``1.0``, which are equal to it."""
+"""Version of an import: 1. A `Literal` would also take ``true`` and ``1.0``, which are equal to it."""
 
 
 class SessionTexts(BaseModel):

@@ -29,7 +29,7 @@ FiguresKey = tuple[str | None, str, str]
 class RequestFigures:
     """Count what drafting did for one request (for all its samples together).
 
-    running: its samples that have not ended. steps: verification steps. drafts: of these, the ones with a draft.
+    running: its samples that have not ended. steps: verification steps. drafts: of these, the steps with a draft.
     drafted, accepted: tokens by source, in the order of SOURCES. trace: its steps, if it asked for them.
     """
 

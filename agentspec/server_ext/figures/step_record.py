@@ -38,7 +38,7 @@ _BLOCK_BYTES = 1 << 18
 class StepRecord:
     """Append lines to the file, and take erased sessions out of it.
 
-    A thread of its own does both; the decode path only appends to a deque. max_bytes: limit of what waits there.
+    A thread of its own does both; the decode path only appends to a deque. max_bytes: limit of the lines in it.
     The constructor raises what `make_record` does.
     """
 

@@ -108,7 +108,7 @@ class Callers:
         self._keys = None if settings.api_keys_file is None else ApiKeysFile(settings.api_keys_file)
 
     def mac(self, kind: str, *parts: str | None) -> str:
-        """Return a MAC of 32 hexadecimal digits over these parts. kind: what it stands for, so that no two mix."""
+        """Return a MAC of 32 hexadecimal digits over these parts. kind: its purpose, so that no two purposes mix."""
         return mac(self._secret, kind, *parts)
 
     def caller_of(self, presented: Presented | None) -> Caller:

@@ -112,7 +112,7 @@ class SnapshotKeeper:
         return self._loaded.is_set()
 
     def start(self) -> None:
-        """Begin to save now and then. Call it when the cache holds what was stored since the snapshot."""
+        """Begin to save now and then. Call it when the turns stored since the snapshot are in the cache."""
         self._serving.set()
 
     def delete(self) -> None:

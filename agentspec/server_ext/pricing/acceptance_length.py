@@ -27,7 +27,7 @@ class AcceptanceLengths:
     def __init__(self) -> None:
         self._start = RunningMean(1.0, _FIRST_STEPS)  # of the first steps of all rows
         self._rows: set[AcceptanceLength] = set()  # of the latest call of `lowest`
-        self._lowest: AcceptanceLength | None = None  # of these
+        self._lowest: AcceptanceLength | None = None  # the row with the lowest mean of these
         self._measured = -_MANY_STEPS  # the step at which all rows were measured
 
     def begin(self, length: int, step: int) -> AcceptanceLength:

@@ -62,7 +62,7 @@ _GROWTH = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Hold what is known of steps with some number of rows."""
+    """Hold what was measured, or guessed, of steps with some number of rows."""
 
     cost: float
     """price of verifying one more token, as a share of a step; from LOWEST_COST to HIGHEST_COST where it is measured"""
@@ -209,7 +209,7 @@ class StepCost:
         }
 
     def dump(self) -> bytes:
-        """Return what was measured, for ``restore`` in another process on the same machine. Any thread may call it."""
+        """Return the measurements, for ``restore`` in another process on the same machine. Any thread may call it."""
         row_times = {rows: times.dump() for rows, times in dict(self._row_times).items()}
         return json.dumps({"steps": self._steps, "batches": row_times}).encode()
 
@@ -255,7 +255,7 @@ class StepCost:
         self._prices.clear()
 
     def _prices_at(self, rows: int) -> Prices:
-        """Return the prices in a batch of ``rows`` rows, from what is measured of the nearest number of rows."""
+        """Return the prices in a batch of ``rows`` rows, from the measurements of the nearest number of rows."""
         cost, row_seconds = self._guess(rows), None
         nearest = self._nearest(rows)
         if nearest is not None:

@@ -43,7 +43,7 @@ class StepPricing:
 
     given: the operator's price of a token, as a share of a decode step; None: it is measured. step_tokens: the
     operator's limit on the draft tokens of a step. limits: the engine's. longest_step: the operator's limit on the
-    duration of a step with several rows, in multiples of one without drafts; None: none.
+    duration of a step with several rows, in multiples of one without drafts; None: no limit.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ _LEAST_SHARE = 0.05
 
 @dataclass(slots=True)
 class StepTimes:
-    """Keep means and least-squares sums of steps with some number of rows: of those with drafts, or of the others."""
+    """Keep means and least-squares sums of steps with some number of rows, either with drafts or without."""
 
     seconds: float
     """mean duration of a step"""

@@ -44,7 +44,7 @@ class WorkTime:
         self._called = now
 
     def in_step(self, seconds: float | None) -> float:
-        """Return the time for work in a step of ``seconds``. None: as long as steps have taken of late."""
+        """Return the time for work in a step of ``seconds``; None: the usual duration of steps."""
         seconds = self._usual if seconds is None else seconds
         return min(_WORK_SHARE * seconds, DEFAULT_WORK_SECONDS) if seconds else DEFAULT_WORK_SECONDS
 

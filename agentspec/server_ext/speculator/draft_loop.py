@@ -84,7 +84,7 @@ class DraftLoop:
 
     The loop owns the speculator: FP8 and ranks replace its layers and free the former weights.
 
-    positions: number of tokens to draft, at most the speculator's ``n_predict``, which None stands for. fp8_head,
+    positions: number of tokens to draft, at most the speculator's ``n_predict``; None: all of these. fp8_head,
     fp8_projections: use FP8 weights (`gpu.fp8`). parallel: the ranks that share the head. optimizations: those that
     `warm_up` switches on if they pass their self-check; None: all that the device offers.
     Raises SpeculatorError for too many positions and for a head that these ranks cannot share.

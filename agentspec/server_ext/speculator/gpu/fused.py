@@ -31,8 +31,8 @@ _LEAST_ROWS = 16
 _BLOCK_BYTES = 128
 """Bytes of a weight's row that are read together: a cache line."""
 _HEAD_BLOCK, _LINEAR_BLOCK = 128, 64
-"""Rows of the weight that a program multiplies. A head has hundreds of such blocks; of a projection the smaller ones
-leave no multiprocessor without work."""
+"""Rows of the weight that a program multiplies. A head has hundreds of such blocks. A projection's are smaller, so that
+no multiprocessor is without work."""
 _STAGES = 4
 """Pieces of the weight in flight at once: with 8 to 16 KiB each, enough to keep the memory busy."""
 
