@@ -1,4 +1,4 @@
-"""Connect agentspec to vLLM. All that depends on vLLM's internals is here, so a new version changes nothing else.
+"""Connect agentspec to vLLM. Only this package depends on vLLM's internals, so a new vLLM version changes no other.
 
 Before an engine is made:
 
@@ -10,8 +10,8 @@ Before an engine is made:
 In the API server:
 
 ``frontend``            writes identities into requests, and asks the engines for their figures
-``shutdown``            gives engines the time to save when a server is stopped, and its callers an answer; ends engines
-                        whose parent was killed
+``shutdown``            gives engines time to save when a server is stopped, and answers its callers; ends engines whose
+                        parent was killed
 
 In the engine core and its workers:
 
@@ -20,10 +20,10 @@ In the engine core and its workers:
 ``step_reader``         reads the runner's batch after a step into a ``Step``
 ``draft_models``        runs speculators beside the suffix index, on all tensor-parallel ranks
 ``native_drafters``     runs the drafters of vLLM's own methods
-``skipped_passes``      lets them leave out passes, and make up for those later
+``skipped_passes``      lets these drafters leave out forward passes, and make up for them later
 ``cheap_steps``         keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens:
                         work, buffers and CUDA graphs
-``sampling_faults``     corrects what vLLM samples otherwise with drafts than without
+``sampling_faults``     corrects sampling that drafts would change
 ``cpu``                 makes verification cheaper on CPUs
 
 For rollouts:
@@ -176,7 +176,7 @@ def current_patches() -> list[Patch]:
 
 
 def init_device(original: Callable[[Any], None], worker: Any) -> None:
-    """Check the engine and patch the model runner before a worker makes its own, if it drafts with agentspec."""
+    """Check an engine that drafts with agentspec, and patch the runner, before the worker makes its model runner."""
     if uses_agentspec(worker.vllm_config):
         check_engine(worker.vllm_config)
         install([patch for patch in current_patches() if patch.process == "runner"])
@@ -311,8 +311,8 @@ PATCHES = (
 def register() -> None:
     """Install the patches. vLLM calls this entry point (``vllm.general_plugins``) in each of its processes.
 
-    A server that does not draft with agentspec works as before, except for the CPU build's sampling. That includes
-    ArcticInference's methods where ArcticInference is installed.
+    An engine that does not draft with agentspec works as before, also with ArcticInference's methods if ArcticInference
+    is installed. Only the CPU build's sampling is corrected for every engine.
     """
     import vllm
 

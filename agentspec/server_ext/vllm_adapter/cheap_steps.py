@@ -73,7 +73,7 @@ def take_draft_token_ids(original: Callable[..., Any], runner: Any) -> Any:
     """Return None, which vLLM knows as "no news", in place of an empty draft for every row.
 
     The scheduler removed each request's draft when it scheduled the request, so there is nothing left to replace. Under
-    asynchronous scheduling the answer also fills in placeholders: then it stays vLLM's.
+    asynchronous scheduling vLLM's answer also fills in placeholders, so it is left alone.
     """
     return None if _drafted_nothing(runner) else original(runner)
 
@@ -81,7 +81,7 @@ def take_draft_token_ids(original: Callable[..., Any], runner: Any) -> Any:
 def sample_tokens(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
     """Note in the runner's output that it drafted nothing, so that the engine core need not ask."""
     output = original(runner, *args)
-    if _drafted_nothing(runner) and output.req_ids:  # without requests it may be a constant of vLLM's
+    if _drafted_nothing(runner) and output.req_ids:  # without requests vLLM may return a constant that steps share
         setattr(output, _NO_DRAFTS, True)
     return output
 
@@ -95,10 +95,10 @@ def _drafted_nothing(runner: Any) -> bool:
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
-    """Remember whether the step drafted nothing until ``post_step``, which vLLM calls without the runner's output.
+    """Note for ``post_step``, which does not get the runner's output, whether the step drafted nothing.
 
-    Where vLLM counts the drafts of each request, requests with stop texts get their figures in each output: the API
-    server finds their end, and vLLM sends the figures only with an end that the engine has found.
+    Where vLLM counts each request's drafts, put these figures into every output of a request with stop texts. vLLM
+    sends them only when the engine ends a request, but the API server is what finds a stop text.
     """
     setattr(scheduler, _NO_DRAFTS, getattr(model_runner_output, _NO_DRAFTS, False))
     outputs = original(scheduler, scheduler_output, model_runner_output)
@@ -111,10 +111,11 @@ def update_from_output(
 
 
 def post_step(original: Callable[..., None], core: Any, model_executed: bool) -> None:
-    """Leave out the round trip to the worker that fetches drafts, where there are none.
+    """Leave out the round trip that fetches drafts from the worker if the step drafted nothing.
 
-    The worker hears of finished requests with the next step. An engine in the caller's process runs that with its next
-    request, which may never come: so run it at once, without a token. An engine core of its own does so itself.
+    The worker hears of finished requests with the next step. An engine in the caller's process would run that step
+    with its next request, which may never come, so run it at once. It computes no token. An engine core in a process
+    of its own does this by itself.
     """
     if not getattr(core.scheduler, _NO_DRAFTS, False):
         original(core, model_executed)
@@ -123,17 +124,17 @@ def post_step(original: Callable[..., None], core: Any, model_executed: bool) ->
         core.step()
 
 
-# --- Requests with one token left to compute: the prefix cache holds the rest of the prompt, or they resume. vLLM fills
-# --- such a row up with num_speculative_tokens placeholders, so that it fits a full CUDA graph of drafts of one length.
-# --- Drafts of agentspec are ragged, so the placeholders bring nothing, and cost a forward pass over 129 tokens. Where
-# --- max_num_batched_tokens is smaller, vLLM waits for room that never comes, and no request runs any more.
+# --- Requests with one token left to compute: those that resume, or whose prompt is in the prefix cache but for one
+# --- token. vLLM pads such a row with num_speculative_tokens placeholders, so that it fits a full CUDA graph for drafts
+# --- of one length. agentspec's drafts are ragged, so the placeholders gain nothing, and cost a forward pass over 129
+# --- tokens. If max_num_batched_tokens is smaller, vLLM waits for room that never comes, and no request runs any more.
 
 
 def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Let a request begin with the tokens that it has.
+    """Keep vLLM from padding requests with placeholders.
 
-    vLLM does that where the number of draft tokens depends on the batch size. Give it a table of that kind, with the
-    same number for every size.
+    vLLM pads none where a table gives the number of draft tokens by batch size. So give the scheduler such a table,
+    with the same number for every size.
     """
     original(scheduler, *args, **kwargs)
     if scheduler.dynamic_sd_lookup is None and uses_agentspec(scheduler.vllm_config):
@@ -141,10 +142,11 @@ def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **
         scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * sizes
 
 
-# --- The bitmask of allowed tokens for structured output: a row for each position, of a bit for each token. vLLM
-# --- allocates it when the first such request comes, as if every sequence had the longest draft: 627 MB for 256
-# --- sequences, 128 draft tokens and 152 k tokens. From 0.33 on each request has so many rows in every step, and all
-# --- of them go to the worker. Drafts of a step are bounded for all rows together, so a small part is ever used.
+# --- The bitmask of allowed tokens for structured output has a row for each position, with a bit for each token of the
+# --- vocabulary. vLLM allocates it at the first such request, as if every sequence had the longest draft: 627 MB for
+# --- 256 sequences, 128 draft tokens and a vocabulary of 152,000. From 0.33 on every step sends the worker as many rows
+# --- for each request as the longest possible draft needs. But a step has one budget of draft tokens for all requests
+# --- together, so only a small part of the bitmask is ever used.
 
 
 def grammar_bitmask(
@@ -154,7 +156,7 @@ def grammar_bitmask(
     structured_output_request_ids: Sequence[str],
     scheduled_spec_decode_tokens: Mapping[str, Sequence[int]],
 ) -> Any:
-    """Allocate a bitmask for the drafts of this step before vLLM fills it: a row for each position to verify."""
+    """Allocate a bitmask for this step's drafts, one row for each position to verify, before vLLM fills it."""
     ids, drafts = structured_output_request_ids, scheduled_spec_decode_tokens
     if lengths := _masked_lengths(manager, ids, drafts):
         _make_room(manager, len(lengths) + sum(lengths))
@@ -186,7 +188,7 @@ def even_grammar_bitmask(
 
 
 class _StepConfig:
-    """Stand in for vLLM's configuration in a step: no draft is longer than ``num_speculative_tokens``."""
+    """Stand in for vLLM's configuration in one step, with the step's longest draft as ``num_speculative_tokens``."""
 
     def __init__(self, vllm_config: Any, num_speculative_tokens: int) -> None:
         self._vllm_config = vllm_config
@@ -197,14 +199,14 @@ class _StepConfig:
 
 
 def _masked_lengths(manager: Any, ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> list[int]:
-    """Return the tokens of each draft that a grammar masks; an empty list where the bitmask is vLLM's matter alone."""
+    """Return the length of each draft that a grammar masks, in tokens; an empty list if vLLM's own bitmask serves."""
     if not ids or manager.backend is None or not uses_agentspec(manager.vllm_config):
         return []
     return [len(drafts.get(request_id, ())) for request_id in ids]
 
 
 def _make_room(manager: Any, rows: int) -> None:
-    """Let the bitmask have ``rows`` rows, and not many more: one that was large for a single step is given back."""
+    """Give the bitmask at least ``rows`` rows. Replace one that a single large step has left far too large."""
     size = 1 << (max(rows, manager.vllm_config.scheduler_config.max_num_seqs) - 1).bit_length()
     present = manager._grammar_bitmask
     if present is None or not size <= present.shape[0] <= 8 * size:
@@ -212,9 +214,10 @@ def _make_room(manager: Any, rows: int) -> None:
 
 
 # --- CUDA graphs. vLLM expects every row of a decode step to have 1 + num_speculative_tokens tokens. It rounds all
-# --- graph sizes up to multiples of that, and keeps the full decode graphs for steps in which every row has exactly so
-# --- many: with 128 tokens, a step of one row without a draft would be padded to 129 and never meet a full graph. So
-# --- where agentspec drafts, the uniform length is 1, and full decode graphs are captured for steps without drafts.
+# --- graph sizes up to multiples of that, and keeps the full decode graphs for steps in which every row has exactly
+# --- that many. With 128 draft tokens, a step of one row without a draft would be padded to 129 tokens and never meet a
+# --- full graph. So where agentspec drafts, the uniform length is 1, and full decode graphs are captured for steps
+# --- without drafts.
 # ---
 # --- A step with drafts would then run piecewise: attention outside the graphs, launched layer by layer, which keeps
 # --- the host busy for longer than the device. Where attention can replay a batch of any shape (FlashAttention 3,
@@ -228,7 +231,7 @@ def drafts_are_ragged(vllm_config: Any) -> bool:
 
 
 def uniform_decode_query_len(original: Callable[[Any], int], vllm_config: Any) -> int:
-    """Return the tokens of each row for which vLLM captures full graphs."""
+    """Return how many tokens each row has in the steps for which vLLM captures full decode graphs."""
     return 1 if drafts_are_ragged(vllm_config) else int(original(vllm_config))
 
 
@@ -283,7 +286,7 @@ def check_and_update_cudagraph_mode(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Register full graphs for steps with drafts, once vLLM has chosen its own, where attention replays any batch."""
+    """Let vLLM choose its graphs, then register full graphs for steps with drafts if attention can replay any batch."""
     groups, backends = list(kv_cache_groups), [list(backends) for backends in attention_backends]
     original(runner, backends, groups, *args, **kwargs)
     specs = [(backend, group.kv_cache_spec) for of, group in zip(backends, groups, strict=False) for backend in of]
@@ -294,9 +297,9 @@ def check_and_update_cudagraph_mode(
 def may_replay_drafts(vllm_config: Any) -> bool:
     """Return whether steps with drafts may run as full graphs, if the attention backends can replay them.
 
-    Data-parallel ranks agree on one kind of graph and size for each step, which has to exist on all of them whatever
-    their rows drafted. So they keep vLLM's graphs. So do other ways to split a batch, models with an encoder, and
-    models that attend to an image in both directions.
+    Data-parallel ranks agree on one kind of graph and one size for each step, which must exist on all of them whatever
+    their rows drafted. So they keep vLLM's graphs. Engines that split a batch in other ways, models with an encoder,
+    and models that attend to an image in both directions keep them, too.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return (
@@ -335,10 +338,10 @@ def capture_drafts(dispatcher: Any) -> None:
 
 
 def build_attention_metadata(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Prepare a replay of a step with drafts with the longest row that its graph was captured for.
+    """Prepare the replay of a step with drafts for the longest row that its graph was captured for.
 
-    A graph for n tokens was captured as if one row might have all n. What a backend derives from the longest row, such
-    as the size of its tiles, must be the same in the replay.
+    A graph for n tokens was captured as if one row might have all n. The values that a backend derives from the longest
+    row, such as the size of its tiles, must be the same in the replay.
     """
     padded = kwargs.get("num_tokens_padded")  # None unless the step runs as a full graph
     if padded is not None and kwargs["max_query_len"] > 1 and drafts_are_ragged(runner.vllm_config):

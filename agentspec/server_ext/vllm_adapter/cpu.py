@@ -1,4 +1,4 @@
-"""Spare CPUs what verifying drafts costs there alone: copies of the logits, and pages for them in every step."""
+"""Make verification cheaper on CPUs: avoid copies of the logits, and new memory pages for them in every step."""
 
 import ctypes
 import os
@@ -8,11 +8,12 @@ from typing import Any
 _PLACEHOLDER = -1
 """Token id with which vLLM's sampler fills a row behind its last accepted token."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's ``mallopt``: most free bytes at the end of the heap, least bytes of an array outside it."""
+"""Parameters of glibc's ``mallopt``: most free bytes to keep at the end of the heap (M_TRIM_THRESHOLD), and the least
+bytes of an array outside the heap (M_MMAP_THRESHOLD)."""
 _HUGE_PAGE_BYTES, _USE_HUGE_PAGES, _FILL_PAGES = 2 << 20, 14, 23
-"""Size of a huge page, and what Linux's ``madvise`` calls to use them, and to get pages at once."""
+"""Size of a huge page, and advice for Linux's ``madvise``: MADV_HUGEPAGE, and MADV_POPULATE_WRITE (pages at once)."""
 _OLD_GLIBC_LIMIT = 32 << 20
-"""Largest threshold that old versions of glibc take for arrays outside the heap."""
+"""Largest M_MMAP_THRESHOLD, in bytes, that old versions of glibc take."""
 USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 """Environment variables by which a user decides what freed memory is kept."""
 
@@ -24,9 +25,9 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-# --- Greedy drafts. vLLM's rejection sampler copies the logits of each draft position twice and those of each row once,
-# --- float32 over the whole vocabulary, before it takes their largest. On a CPU the copies take as long as the output
-# --- layer of a small model does; on a GPU they take microseconds.
+# --- Greedy verification. vLLM's rejection sampler copies the logits of each draft position twice and those of each row
+# --- once, float32 over the whole vocabulary, before it takes the largest. On a CPU the copies take as long as the
+# --- output layer of a small model does; on a GPU they take microseconds.
 
 
 def verify(
@@ -37,13 +38,13 @@ def verify(
     logits: Any,
     sampling_metadata: Any,
 ) -> Any:
-    """Read the largest logits in place where all requests are greedy and nothing changes a logit."""
+    """Verify drafts by the largest logits, read in place, if all requests are greedy and nothing changes a logit."""
     if sampler.synthetic_mode or not only_argmax_decides(sampling_metadata):
         return original(sampler, metadata, draft_probs, logits, sampling_metadata)
     import torch
     from vllm.v1.outputs import SamplerOutput
 
-    # The function by which vLLM chooses without speculation, so that ties fall the same way.
+    # Without speculation vLLM chooses by this function, so ties fall the same way.
     choices = sampler.sampler.greedy_sample(logits.to(torch.float32))
     return SamplerOutput(sampled_token_ids=verified(choices, metadata), logprobs_tensors=None)
 
@@ -64,7 +65,7 @@ def only_argmax_decides(sampling_metadata: Any) -> bool:
 
 
 def _serves_nobody(processor: Any) -> bool:
-    """Return whether a logits processor has no request to serve. Assume that a foreign one always has."""
+    """Return whether a logits processor has no request to serve. One that is not vLLM's counts as serving some."""
     from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 
     if type(processor) is MinTokensLogitsProcessor:
@@ -73,7 +74,7 @@ def _serves_nobody(processor: Any) -> bool:
 
 
 def verified(choices: Any, metadata: Any) -> Any:
-    """Return [rows, longest draft + 1]: each row's choices up to the first that is not its draft's, then placeholders.
+    """Return int32 [rows, longest draft + 1]: each row's accepted tokens, the choice behind them, then placeholders.
 
     choices: [draft tokens + rows], the target's choice at each position, in the order of the logits.
     """
@@ -93,19 +94,19 @@ def verified(choices: Any, metadata: Any) -> Any:
     return result
 
 
-# --- Memory of the logits. glibc returns large arrays to the operating system as soon as they are freed. So in
-# --- every step with drafts each page of the logits is asked for again. That took about as long as filling and
-# --- searching them. A step with more tokens than any before asks for pages in any case: such steps took 20 to 100 ms
-# --- where others took 8 to 15. So some are there from the start.
+# --- Memory of the logits. glibc returns large arrays to the operating system as soon as they are freed, so every step
+# --- with drafts asks for each page of the logits again. That took about as long as filling and searching the logits. So
+# --- freed memory is kept. A step with more tokens than any before still needs new pages: such steps took 20 to 100 ms
+# --- where others took 8 to 15. So some pages are made ready at the start.
 
 
 def keep_freed_memory(num_bytes: int, ready_bytes: int = 0) -> bool:
-    """Let this process keep freed memory for what it allocates next. Return whether it does.
+    """Let this process keep freed memory for later allocations. Return whether it does.
 
     num_bytes: most free bytes at the end of the heap, and about the largest array that is kept. Freed memory between
     arrays that are in use is kept beyond that. ready_bytes: how many of the heap's next bytes get their pages now.
 
-    It does not with another C library than glibc, or where the environment says how freed memory is kept.
+    Return False and change nothing with a C library other than glibc, or if the user has set one of USERS_CHOICE.
     """
     libc = ctypes.CDLL(None)
     set_option = getattr(libc, "mallopt", None)
@@ -120,7 +121,10 @@ def keep_freed_memory(num_bytes: int, ready_bytes: int = 0) -> bool:
 
 
 def _prepare_heap(libc: ctypes.CDLL, num_bytes: int, ready_bytes: int) -> None:
-    """Let the heap's next bytes come in huge pages, the first of them at once. Systems that cannot do it refuse."""
+    """Ask Linux for huge pages for the heap's next ``num_bytes``, for the first ``ready_bytes`` at once.
+
+    A kernel that has no such pages or advice refuses, and the heap stays as it is.
+    """
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -65,7 +65,10 @@ def _log_limit(limit: int, reason: str) -> None:
 
 
 def _limit_by_adapters(engine_args: Any) -> int:
-    """Return how many tokens a draft may have with LoRA adapters. Where vLLM's limits aren't set, use its lowest."""
+    """Return the longest draft, in tokens, with LoRA adapters.
+
+    vLLM's default for a limit that the user left out depends on how vLLM is used. Assume the use that allows least.
+    """
     workers = engine_args.pipeline_parallel_size * engine_args.tensor_parallel_size
     tokens, requests = engine_args.get_batch_defaults(workers)
     each = [
@@ -78,13 +81,13 @@ def _limit_by_adapters(engine_args: Any) -> int:
 def _limit_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
     try:
         return _largest_by_states(engine_args, model_config, parallel_config)
-    except Exception:  # each architecture describes its states in its own code
+    except Exception:  # each architecture describes its states in code of its own, which may raise anything
         logger.debug("agentspec: the size of the model's states is not known", exc_info=True)
         return LEAST_STATES
 
 
 def _largest_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
-    """Return the largest K by the rule of `default_draft_limit`. Raises whatever the model's class does."""
+    """Return the largest K by the rule of `default_draft_limit`. Raises any error that the model's class raises."""
     attention_layers = model_config.get_num_layers_by_block_type(parallel_config, "attention")
     state_layers = model_config.get_num_layers(parallel_config) - attention_layers
     heads, head_size = model_config.get_num_kv_heads(parallel_config), model_config.get_head_size()
@@ -93,7 +96,7 @@ def _largest_by_states(engine_args: Any, model_config: Any, parallel_config: Any
     token_bytes = attention_layers * keys_and_values * heads * head_size * number_bytes
     allowed = STATE_SHARE * token_bytes * model_config.max_model_len
     limit = LEAST_STATES
-    for tokens in range(LEAST_STATES, MOST_STATES + 1):  # one state may grow with the number of draft tokens
+    for tokens in range(LEAST_STATES, MOST_STATES + 1):  # each state may grow with the number of draft tokens
         state = _state_bytes(engine_args, model_config, parallel_config, tokens)
         if tokens * state * state_layers <= allowed:
             limit = tokens
@@ -102,7 +105,7 @@ def _largest_by_states(engine_args: Any, model_config: Any, parallel_config: Any
 
 def _state_bytes(engine_args: Any, model_config: Any, parallel_config: Any, draft_tokens: int) -> int:
     """Return the bytes of one state of one layer, as the model's class describes it for that many draft tokens."""
-    config = SimpleNamespace(  # what those descriptions read of a VllmConfig, which does not exist yet
+    config = SimpleNamespace(  # has the fields that those descriptions read of a VllmConfig, which does not exist yet
         model_config=model_config,
         parallel_config=parallel_config,
         speculative_config=SimpleNamespace(num_speculative_tokens=draft_tokens),
@@ -123,9 +126,9 @@ def _state_bytes(engine_args: Any, model_config: Any, parallel_config: Any, draf
 def engine_limits(vllm_config: Any) -> EngineLimits:
     """Return the memory and the tokens that vLLM leaves for drafts on its device.
 
-    On CUDA that is the memory outside ``gpu_memory_utilization``, and what vLLM's profiling run has measured: one
-    sampler step with one draft token for each of ``max_num_seqs`` rows. Elsewhere a share of the physical memory
-    counts as free.
+    On CUDA the memory outside ``gpu_memory_utilization`` is free, and vLLM has reserved memory for one draft token of
+    each of ``max_num_seqs`` rows, because its profiling run sampled that many. Elsewhere a share of the physical memory
+    counts as free, and none is reserved.
     """
     from vllm.platforms import current_platform
 

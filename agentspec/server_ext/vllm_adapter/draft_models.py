@@ -32,7 +32,7 @@ class BoundModel(ABC):
         """Begin to draft for these rows of the engine's batch. Calling the result waits for the answer."""
 
     def rest(self) -> None:
-        """Leave the model out of this step. Only for one that has RESTS among its choices."""
+        """Leave the model out of this step. Call it only where ``choices`` has RESTS."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -43,8 +43,8 @@ class BoundModel(ABC):
 class ModelDrafter(ABC):
     """Run a draft model beside the suffix index, in one worker.
 
-    parallel: whether other tensor-parallel ranks run the model together with this one. out_of_step: the error with
-    which this rank left the model, while the others still run it.
+    parallel: whether other tensor-parallel ranks run the model together with this one. out_of_step: the error that
+    made this rank leave the model while the others still run it; None: none did.
     """
 
     parallel = False
@@ -52,7 +52,7 @@ class ModelDrafter(ABC):
 
     @abstractmethod
     def load(self, target: Any) -> None:
-        """Read the weights, before vLLM serves, or again if they were lost. ``target``: the served model."""
+        """Read the weights, before vLLM serves and again if they were lost. ``target``: the served model."""
 
     @abstractmethod
     def bind(self, forward: ForwardPass) -> BoundModel:
@@ -64,7 +64,7 @@ class ModelDrafter(ABC):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Remember an error in what all tensor-parallel ranks do together."""
+        """Remember an error of the block, which all tensor-parallel ranks run together, as ``out_of_step``."""
         try:
             yield
         except Exception as error:
@@ -94,9 +94,9 @@ def tensor_parallel_group() -> Any:
 class RankLink:
     """Tell the other tensor-parallel ranks what the first rank asks of the draft model.
 
-    The suffix index and the decisions live on the first rank, a sharded model on all ranks. So in every step the first
-    rank sends over the group's CPU connection the rows that it asks about and the tokens that it proposes, or that it
-    asks nothing.
+    The suffix index and the decisions are on the first rank, and a sharded model is on all ranks. So in every step the
+    first rank sends the rows that it asks about and the tokens that it proposes, or that it asks for nothing. It uses
+    the group's CPU connection.
 
     group: vLLM's GroupCoordinator. positions: n, tokens that the model drafts.
     """
@@ -241,7 +241,10 @@ class BoundSpeculator(BoundModel):
 
 
 def _fetch(drafted: Any) -> Callable[[], ModelDraft]:
-    """Start copying the answer to the host as one small tensor. A step waits for nothing else."""
+    """Start copying the answer to the host as one small tensor. Return the function that waits for it.
+
+    A step waits for nothing else.
+    """
     import torch
 
     whole = torch.stack([part.to(torch.float64) for part in drafted])  # float64 holds token ids exactly
