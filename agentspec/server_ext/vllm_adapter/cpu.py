@@ -95,9 +95,9 @@ def verified(choices: Any, metadata: Any) -> Any:
 
 
 # --- Memory of the logits. glibc returns large arrays to the operating system as soon as they are freed, so every step
-# --- with drafts asks for each page of the logits again. That took about as long as filling and searching the logits. So
-# --- freed memory is kept. A step with more tokens than any before still needs new pages: such steps took 20 to 100 ms
-# --- where others took 8 to 15. So some pages are made ready at the start.
+# --- with drafts asks for each page of the logits again. That took about as long as filling and searching the logits,
+# --- so freed memory is kept. A step with more tokens than any before still needs new pages: such steps took 20 to
+# --- 100 ms where others took 8 to 15. So some pages are made ready at the start.
 
 
 def keep_freed_memory(num_bytes: int, ready_bytes: int = 0) -> bool:

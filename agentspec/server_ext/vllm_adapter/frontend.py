@@ -1,6 +1,6 @@
 """Write identities into requests in the API server, and let its HTTP routes ask the engines.
 
-vLLM's ``session_id`` does not get past the engine core, nor headers and API key past the HTTP routes. Only
+vLLM's ``session_id`` stops at the engine core, and headers and the API key stop at the HTTP routes. Only
 ``SamplingParams.extra_args`` reaches the worker, so the identity is written there.
 """
 
@@ -52,7 +52,8 @@ def api_request_id(engine_request_id: str, *, batch: bool = False) -> str:
     The engine adds a random suffix to that id, the sample's number in front (n > 1), and a part's number behind (a
     completions request may hold several prompts, a response several turns with vLLM's own tools).
 
-    batch: whether it is a chat of a call to `BATCH`. These are numbered, too, but other chats may have such ids.
+    batch: whether it is a chat of a call to `BATCH`. vLLM numbers these chats, too. Elsewhere a chat's own id may end
+    in such a number, which is kept.
     """
     plain = _ENGINE_SUFFIX.sub("", _CHILD_PREFIX.sub("", engine_request_id))
     if batch:
@@ -65,18 +66,18 @@ async def ask_engines(
 ) -> list[dict[str, Any]]:
     """Ask the workers of engines that draft (``worker_rpc``). Return the answers of those that know one.
 
-    engine_client: vLLM's EngineClient. engines: numbers of the engines to ask; None: all. Raises TimeoutError after so
-    many seconds, 5 unless told otherwise, and the engine's own errors.
+    engine_client: vLLM's EngineClient. engines: numbers of the engines to ask; None: all. seconds: time limit; None: 5.
+    Raises TimeoutError when that is over, and the engine's own errors.
     """
     core = engine_client.engine_core
     # With data parallelism vLLM's own collective_rpc returns the first engine's answers alone. The workers get no
-    # time limit: where one ends, vLLM takes the late answer for that of the next call.
+    # time limit: vLLM would take an answer that comes after it for the answer of the next call.
     asked = [
         core._call_utility_async("collective_rpc", RPC_METHOD, None, question, None, engine=core.core_engines[number])
         for number in (engine_numbers(engine_client) if engines is None else engines)
     ]
     together = asyncio.gather(*asked)
-    # The asker may be gone, or have given up, before the engines answer or end: asyncio must not log that as an error.
+    # The caller may be gone, or have given up, before the engines answer or end: asyncio must not log that as an error.
     together.add_done_callback(lambda done: done.cancelled() or done.exception())
     answers = await asyncio.wait_for(together, _RPC_SECONDS if seconds is None else seconds)
     return [answer for workers in answers for answer in workers if answer is not None]
@@ -107,15 +108,15 @@ def engine_numbers(engine_client: Any) -> Sequence[int]:
 
 
 def engine_of(app: Any) -> Any:
-    """Return the EngineClient of vLLM's app; None where that does not draft with agentspec, or is not ready yet."""
+    """Return the EngineClient of vLLM's app; None if the engine does not draft with agentspec, or is not ready yet."""
     engine = getattr(app.state, "agentspec_engine", None)
     return engine if engine is not None and uses_agentspec(engine.vllm_config) else None
 
 
 def path_of(scope: Any) -> str:
-    """Return the path of an HTTP request, without the one under which a proxy serves vLLM (``--root-path``).
+    """Return the path by which vLLM routes an HTTP request: without the prefix of a proxy (``--root-path``).
 
-    It is the one that is routed. So ``--root-path /`` takes nothing off: what is left must begin with a slash.
+    The prefix is taken off only if the rest is empty or begins with a slash, so ``--root-path /`` takes nothing off.
     """
     path: str = scope["path"]
     rest = path.removeprefix(scope.get("root_path", ""))
@@ -139,7 +140,10 @@ def presented() -> Presented | None:
 
 @contextmanager
 def drafting_from(prediction: Sequence[int], quotable: Int32) -> Iterator[None]:
-    """Tell which tokens the request that the block handles expects as its response, and which that may quote."""
+    """Let the request that the block handles draft from two more texts, both token ids.
+
+    prediction: the response that its caller expects. quotable: int32 [N], texts that the response may quote.
+    """
     told = replace(_presented.get() or Presented(()), prediction=tuple(prediction), quotable=quotable.tobytes())
     with _presenting(told):
         yield
@@ -147,7 +151,7 @@ def drafting_from(prediction: Sequence[int], quotable: Int32) -> Iterator[None]:
 
 @contextmanager
 def _presenting(sender: Presented) -> Iterator[None]:
-    """Let ``presented`` return this while the block runs."""
+    """Let ``presented`` return ``sender`` while the block runs."""
     before = _presented.set(sender)
     try:
         yield
@@ -212,18 +216,19 @@ async def authenticate(original: Callable[..., Awaitable[None]], middleware: Any
 
 
 async def _handle(app: ASGIApp, sender: Presented, scope: Any, *call: Any) -> None:
-    scope[_PRESENTED] = sender  # the context may be that of the request before on the same connection
+    # CallerMiddleware looks for this: the context variable may still have an earlier request's value on a connection.
+    scope[_PRESENTED] = sender
     with _presenting(sender):
         await app(scope, *call)
 
 
 def init_input_processor(original: Callable[..., None], processor: Any, *args: Any, **kwargs: Any) -> None:
-    """Give the processor what tells callers apart, and pass the sender to the thread that prepares raw prompts."""
+    """Make the object that tells callers apart, and pass the sender on to the thread that prepares raw prompts."""
     original(processor, *args, **kwargs)
     if not uses_agentspec(processor.vllm_config):
         return
     settings = load_settings(processor.vllm_config.additional_config)
-    check_secrets()  # report an unusable one at start
+    check_secrets()  # report an unusable secret at start
     processor.agentspec = RequestTagger(Callers(settings, server_secret(settings)), settings.scope)
     in_thread = processor.process_inputs_async
 
@@ -254,7 +259,7 @@ def process_inputs(original: Callable[..., Any], processor: Any, *args: Any, **k
 
 
 def _is_unicode(text: str | None) -> bool:
-    """Return whether UTF-8 has the text. It has no lone surrogates, which JSON may hold."""
+    """Return whether UTF-8 can encode a text. It cannot encode lone surrogates, which JSON may hold."""
     try:
         (text or "").encode()
     except UnicodeEncodeError:
@@ -278,9 +283,9 @@ class ResponseLengths:
     def watch(self, responses: Mapping[str, Any]) -> None:
         """Watch responses that have got tokens, and tell the lengths of those that have ended.
 
-        responses: vLLM's detokenizers, by the engine's request ids. Where a caller has gone, vLLM drops the request
-        without more output, so this looks for such once a second. An engine without work would wait for ever to be
-        told how long that response was, and keep nothing of it.
+        responses: vLLM's detokenizers, by the engine's request ids. When a caller goes, vLLM drops the request without
+        more output, so look for dropped requests once a second. Otherwise an engine without work would wait for ever to
+        be told how long such a response was, and keep nothing of it.
         """
         self._open.update(responses)
         running = self._client.output_processor.request_states
@@ -297,12 +302,12 @@ class ResponseLengths:
         self.watch({})
 
     def wake(self) -> None:
-        """Let engines keep, in a while, responses whose lengths nobody can tell them.
+        """Ask the engines, two seconds later, to keep responses whose lengths are not known here.
 
-        Their callers had gone before anything of them arrived here. Engines stop waiting for a length after a second,
-        but one without work does not notice.
+        The callers of these had gone before any of their tokens arrived here. An engine waits a second for a length,
+        but without work it does not notice that the second is over.
         """
-        if self._waking:  # but engines may still wait for this one's length when that is due
+        if self._waking:  # the call that is due may come too early for this response
             self._wakes_again = True
             return
         self._waking = True
@@ -315,7 +320,7 @@ class ResponseLengths:
             self.wake()
 
     def tell(self, lengths: Mapping[str, int]) -> None:
-        """Tell the lengths of responses that have ended, by the engine's request ids. Never waits or raises."""
+        """Tell the engines how many tokens ended responses have, by the engine's request ids. Never waits or raises."""
         task = asyncio.get_running_loop().create_task(ask_engines(self._client, "lengths", dict(lengths)))
         self._telling.add(task)
         task.add_done_callback(self._told)

@@ -2,8 +2,8 @@
 
 ``agentspec serve`` passes on everything that ``vllm serve`` takes; an option given by the user wins over agentspec's.
 vLLM merges several spellings of one option: with dots, abbreviated, repeated, in the YAML file that ``--config`` names.
-agentspec puts options of its own into two of them, so it must find what the user said there, or that would be lost: who
-may share, for example.
+agentspec adds ``--speculative-config`` and ``--additional-config``. So it must find the user's values of these two in
+any spelling, or they would be lost: who may share answers, for example.
 """
 
 import errno
@@ -123,7 +123,7 @@ def check_files(settings: Settings) -> None:
 def _check_speculator(name: str | None, tokens: int | None) -> None:
     """Raise SpeculatorError for a folder that holds no speculator, or one that cannot draft ``tokens`` tokens.
 
-    A hub's speculator is checked by ``check_draft_model``, as is what needs the target's configuration.
+    ``check_draft_model`` checks a hub's speculator, and whether a speculator fits the served model.
     """
     if name is None or not (is_path(name) or Path(name).is_dir()):
         return
@@ -138,7 +138,7 @@ def _check_speculator(name: str | None, tokens: int | None) -> None:
 
 
 def hand_on(environ: MutableMapping[str, str] = os.environ, **options: str | None) -> None:
-    """Pass a command's options on to vLLM in the environment, where each replaces what was there. None: not given.
+    """Pass a command's options on to vLLM in the environment, each in place of its variable's value. None: not given.
 
     options: settings of ``ENVIRONMENT``. Raises ConfigurationError for an empty one.
     """
@@ -164,7 +164,10 @@ def _warn_of_password(url: str, option: str) -> None:
 
 
 class CommandLine:
-    """Hold the arguments of ``vllm serve``, and what its file says. rest: the arguments that were not taken."""
+    """Hold the arguments of ``vllm serve`` and the options in its ``--config`` file.
+
+    rest: the arguments that were not taken.
+    """
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.rest = list(arguments)
@@ -172,12 +175,12 @@ class CommandLine:
         self._file = _read_file(self.value(_FILE))
 
     def value(self, *names: str) -> Any:
-        """Return an option's value, the last one as for vLLM, else the file's; None where it is missing."""
+        """Return an option's last value in the arguments, which is vLLM's choice, else the file's, else None."""
         values = [value for _, _, value in self._places(names)]
         return values[-1] if values else self.in_file(*names)
 
     def in_file(self, *names: str) -> Any:
-        """Return what the file says of an option; None where it says nothing."""
+        """Return the file's value of an option; None where it has none."""
         found = (self._file.get(name.lstrip("-")) for name in names)
         return next((value for value in found if value is not None), None)
 
@@ -187,14 +190,14 @@ class CommandLine:
         return self.rest[places[0][0]].partition("=")[0] if places else None
 
     def begins_with(self, prefix: str) -> str | None:
-        """Return an option of the arguments or the file whose name begins so, None if there is none."""
+        """Return the first option in the arguments or the file whose name begins with ``prefix``; None without one."""
         return next((each for each in self._given() if _plain(each).startswith(prefix)), None)
 
     def take_object(self, *names: str) -> dict[str, Any] | None:
         """Remove an option from the arguments, and return the JSON object that it holds, else the file's.
 
-        Where it stands several times the last one counts, as for vLLM. Raises ConfigurationError for a value that is no
-        object, and for spellings that would hide another value from agentspec.
+        If it was given several times, the last one counts, as for vLLM. Raises ConfigurationError for a value that is
+        not an object, and for dotted or abbreviated spellings, whose values agentspec would not see.
         """
         spelled = names[0]
         for argument in self._given():
@@ -210,11 +213,11 @@ class CommandLine:
         return json_object(spelled, str(given))
 
     def _given(self) -> list[str]:
-        """Return the arguments, and the file's options as if they were some."""
+        """Return the arguments, then the names of the file's options, spelled as arguments."""
         return [*self.rest, *(f"--{key}" for key in self._file)]
 
     def _places(self, names: Sequence[str]) -> list[tuple[int, int, str]]:
-        """Return where these options stand: begin, end, and value."""
+        """Return where these options are among the arguments: begin, end, and value of each."""
         places = []
         for i, argument in enumerate(self.rest):
             name, equals, value = argument.partition("=")
@@ -231,7 +234,7 @@ def _plain(name: str) -> str:
 
 
 def _read_file(path: Any) -> dict[str, Any]:
-    """Return a file's options, with dashes. An unreadable file is empty: vLLM says what is wrong with it."""
+    """Return a YAML file's options, with dashes. Any other or unreadable file has none: vLLM says what is wrong."""
     if not path or not str(path).endswith((".yaml", ".yml")):
         return {}
     try:
@@ -260,8 +263,8 @@ def run_vllm(arguments: Sequence[str]) -> None:
     try:
         main()
     except (OSError, ValueError, NotImplementedError) as error:
-        # Such as no model of this name, a port in use, a wrong option, two that exclude each other, a method that the
-        # model has no layers for.
+        # For example: there is no model of this name, the port is in use, an option is wrong, two options exclude each
+        # other, or the model has no layers for the speculative method.
         logger.debug("agentspec: vLLM ended with an error", exc_info=True)
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         remedy = _IN_USE if in_use else missing_folder(arguments[0])
@@ -279,9 +282,9 @@ def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
 
 
 def missing_folder(model: str) -> str:
-    """Return the end of an error about a model that is named by a path where nothing is, "" about any other.
+    """Return what to add to an error about a model given as a path that does not exist; "" for any other model.
 
-    vLLM takes the path for a name of the hub, OWNER/NAME, and finds fault with its characters.
+    vLLM takes such a path for a hub id, OWNER/NAME, and complains about its characters.
     """
     return " (there is no such folder)" if is_path(model) and not Path(model).exists() else ""
 
@@ -295,10 +298,10 @@ def without_vllm(error: ImportError) -> ConfigurationError:
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
-    """Name agentspec's plugin to vLLM, which loads the routes of named plugins only."""
+    """Add agentspec to ``VLLM_PLUGINS``: vLLM loads the routes of plugins that are named there only."""
     named = environ.get("VLLM_PLUGINS")
     if named is None:
-        # vLLM loads no others once one plugin is named, so name all that it would have loaded.
+        # Once one plugin is named, vLLM loads no others, so name all that it would have loaded.
         names = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
     else:
         names = {name for name in named.split(",") if name}

@@ -1,12 +1,12 @@
 """Run vLLM's own drafter beside the suffix index, as vLLM would: with its layers, its KV cache and its metadata.
 
 vLLM calls ``propose_draft_token_ids`` before the sampled tokens are on the host, or after, depending on the method. The
-runner's wraps hold that call back until they are (``runner.bookkeeping_sync``). Then the suffix indexes draft, fusion
-decides how many tokens vLLM's drafter is to draft, and the held call runs with that number.
+patches of the runner hold that call back until the tokens are there (``runner.bookkeeping_sync``). Then the suffix
+indexes draft, fusion decides how many tokens vLLM's drafter is to draft, and the held call runs with that number.
 
-A drafter with a KV cache takes in the tokens of every step, drafting or not. Where nothing is asked of it, its first
-forward pass can wait for a while (``skipped_passes``). Each token behind the first one takes a further pass. n-grams
-and Medusa heads have no KV cache, and rest where nothing is asked of them.
+A drafter with a KV cache takes in the tokens of every step, whether it drafts or not. In a step without a draft of its
+own, its first forward pass can wait for a while (``skipped_passes``). Each draft token behind the first takes a further
+pass. The n-gram drafter and Medusa heads have no KV cache, and rest in such a step.
 """
 
 import logging
@@ -29,14 +29,14 @@ from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 logger = logging.getLogger("vllm.agentspec")
 
 _FAILURES = 5
-"""Leave vLLM's drafter alone after this many errors."""
+"""Disable vLLM's drafter after this many errors."""
 
 
 class NativeDrafter(ModelDrafter):
     """Run the drafter of one model runner.
 
-    positions: most tokens that it drafts. choices: numbers of tokens that it can be asked for where it cannot rest,
-    ascending.
+    positions: most tokens that it drafts for a row. choices: the numbers of tokens that it can be asked for in a step
+    in which it cannot skip its pass, ascending.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -63,14 +63,14 @@ class NativeDrafter(ModelDrafter):
         """probabilities of the running draft's tokens so far: a tensor for each pass"""
         if self._tells_probabilities(native):
             native._greedy_sample = self._greedy_sample
-        # The rejection sampler takes drafts as they are, with or without suffix tokens: the likeliest serve best.
+        # vLLM verifies all drafts without their probabilities, suffix tokens or not. So likeliest tokens serve best.
         native._enable_probabilistic_draft_probs = False
 
     def load(self, target: Any) -> None:
-        """Compile what vLLM's n-gram drafter compiles late. vLLM has read the weights."""
+        """Compile vLLM's n-gram drafter. Other drafters need nothing more: vLLM has read their weights."""
         native = self._runner.drafter
         if type(native).__name__ == "NgramProposer":
-            # vLLM's own warm-up asks for no row, so the first step would wait seconds for the compiler.
+            # vLLM's own warm-up drafts for no row, so the first step would wait seconds for the compiler.
             native.propose(self.positions, [[0]], np.ones(1, dtype=np.int32), np.zeros((1, 1), dtype=np.int32))
 
     def bind(self, forward: ForwardPass) -> "BoundNative":
@@ -130,7 +130,7 @@ class NativeDrafter(ModelDrafter):
             runner._draft_probs = runner._draft_prob_req_ids = None
 
     def _tells_probabilities(self, native: Any) -> bool:
-        """Return whether the drafter chooses the largest of its own logits, over the target's vocabulary."""
+        """Return whether the drafter chooses as ``_greedy_sample`` does: its largest logit of the whole vocabulary."""
         from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
         if getattr(type(native), "_greedy_sample", None) is not SpecDecodeBaseProposer._greedy_sample:
@@ -163,7 +163,7 @@ class NativeDrafter(ModelDrafter):
         return bool(longest <= self._runner.effective_drafter_max_model_len)
 
     def _keep_ranks_going(self) -> None:
-        """Run the drafter emptily where other data-parallel ranks may run theirs and wait for this one."""
+        """Run the drafter on one dummy token where other data-parallel ranks may run theirs and wait for this one."""
         if self._keeps_up and not self._ranks_agree:
             self._runner.drafter.dummy_run(num_tokens=1)
 
@@ -213,7 +213,8 @@ def as_model_draft(
 ) -> ModelDraft:
     """Return drafts of vLLM's as a ModelDraft of the shape of ``proposals``. Probability 0 where a draft is shorter.
 
-    known: the probability of each token; None: the drafter gives none, and one number stands for all.
+    known: float32 [rows, tokens], the probability of each token; None: the drafter gives none, and UNKNOWN stands for
+    all.
     """
     tokens: Int64 = np.zeros(proposals.shape, dtype=np.int64)
     probabilities: NDArray[np.float32] = np.zeros(proposals.shape, dtype=np.float32)
@@ -224,9 +225,9 @@ def as_model_draft(
 
 
 def limit_numba_threads() -> None:
-    """Let numba start as many threads as torch has. Too late once numba is imported.
+    """Let numba start as many threads as torch has. Does nothing once numba is imported.
 
-    Where numba counts the cores itself, its first use sets OpenMP's number of threads to that for the whole worker,
+    By itself numba counts the cores, and its first use sets OpenMP's number of threads to that for the whole worker,
     torch included.
     """
     import torch

@@ -1,10 +1,9 @@
 """Let one of vLLM's own speculative methods stay as the user configured it, while agentspec drafts beside it.
 
-vLLM knows one number, ``num_speculative_tokens``. For its own methods it says two things: how many tokens the drafter
-drafts, and how long a draft can be. agentspec's drafts are longer. So vLLM makes its configuration with the user's
-number, and ``adopt`` then raises the number to the longest draft and remembers the user's. What concerns the drafter
-(its buffers, its KV slots, how far it looks ahead in a prompt) is computed with the remembered number: PATCHES names
-those places.
+For vLLM's own methods one number, ``num_speculative_tokens``, says both how many tokens the drafter drafts and how long
+a draft can be. agentspec's drafts are longer. So vLLM makes its configuration with the user's number, and ``adopt``
+then raises the number to the longest draft and remembers the user's. The sizes that concern the drafter (its buffers,
+its KV slots, how far it looks ahead in a prompt) are computed with the remembered number; PATCHES names those places.
 """
 
 import copy
@@ -24,7 +23,7 @@ _REFUSED = {
     "extract_hidden_states": "it drafts nothing; start plain 'vllm serve' with it",
     "dspark": "only vLLM's V2 model runner has it; start plain 'vllm serve' with it, or use another method",
 }
-"""The remedy for methods that vLLM has and agentspec does not stand beside."""
+"""The remedy for each method of vLLM's beside which agentspec does not draft."""
 
 _DRAFTER_TOKENS = "agentspec_drafter_tokens"
 """Attribute of vLLM's SpeculativeConfig: the user's ``num_speculative_tokens``. Only an adopted method has it."""
@@ -46,7 +45,8 @@ def adopt(speculative_config: Any, longest: int) -> None:
 def check_name(config: Mapping[str, Any]) -> None:
     """Raise an error with the remedy for a user's speculative config whose method cannot work, before vLLM starts.
 
-    Without a method vLLM finds one out by the model. Raises ConfigurationError or UnsupportedEngineError.
+    A config without a method passes if it names a model, by which vLLM finds the method. Raises ConfigurationError or
+    UnsupportedEngineError.
     """
     method = config.get("method")
     if not isinstance(method, str | None):
@@ -122,12 +122,15 @@ def method_property(original: Callable[[Any], Any], speculative_config: Any) -> 
 
 
 def init_proposer(original: Callable[..., None], proposer: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Make a drafter with layers of its own for the tokens that it drafts."""
+    """Make vLLM's drafter, of a method whose drafter has layers, for the number of tokens that it drafts."""
     original(proposer, as_configured(vllm_config), *args, **kwargs)
 
 
 def use_v2_model_runner(original: Callable[[Any], bool], vllm_config: Any) -> bool:
-    """Choose the V1 model runner where agentspec drafts beside one of vLLM's methods."""
+    """Choose the V1 model runner where agentspec drafts beside one of vLLM's methods.
+
+    Raises UnsupportedEngineError if an option needs the V2 model runner.
+    """
     if drafter_tokens(vllm_config.speculative_config) is None:
         return bool(original(vllm_config))
     for name, option in (("watermark_config", "watermarking"), ("attention_config.hisparse_config", "HiSparse")):

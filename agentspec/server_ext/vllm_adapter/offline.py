@@ -32,9 +32,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Hold a finished answer. tokens: token ids. logprobs: one for each token. steps: engine steps that gave it some.
+    """Hold a finished answer. tokens: token ids. logprobs: one for each token.
 
-    drafted, accepted: draft tokens, also accepted ones behind the answer's end.
+    steps: engine steps that gave it tokens. drafted, accepted: numbers of draft tokens; accepted ones behind the
+    answer's end count, too.
     """
 
     request_id: str
@@ -58,7 +59,7 @@ def _awaited(awaitable: Awaitable[Any]) -> Any:
 
 
 async def result_of(awaitable: Awaitable[Any]) -> Any:
-    """Return the result of an awaitable. Event loops run coroutines, and not every awaitable is one."""
+    """Return the result of an awaitable. This makes it a coroutine, which is all that ``asyncio.run`` takes."""
     return await awaitable
 
 
@@ -95,7 +96,8 @@ def has_draft_figures() -> bool:
 class OfflineEngine:
     """Start, step and abort requests. llm: a ``vllm.LLM``.
 
-    model: the name by which it was asked for. loaded: how vLLM loaded it, as far as that changes what it answers.
+    model: the model's name, as the caller of ``start`` gave it. loaded: revision, number formats and quantization with
+    which vLLM loaded it, because they change its answers.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -131,7 +133,7 @@ class OfflineEngine:
         except refusals(OSError, TypeError, RuntimeError) as error:
             why = f"{first_line(error)}{missing_folder(model)}"
             raise ConfigurationError(f"model {model}: vLLM refuses it or its options: {why}") from error
-        engine.model = model  # vLLM has the files' folder in the place of a hub id where it may not ask the hub
+        engine.model = model  # with HF_HUB_OFFLINE vLLM's own has the folder of the files in place of a hub id
         return engine
 
     def tokenise(
@@ -139,8 +141,8 @@ class OfflineEngine:
     ) -> list[int]:
         """Return the token ids of a text, of a chat's messages by the model's template, or of token ids.
 
-        tools: that the template writes into a chat's prompt. Raises InvalidInputError for a prompt that the tokenizer
-        or its chat template refuses, or that does not fit.
+        tools: definitions that the template writes into a chat's prompt. Raises InvalidInputError for a prompt that the
+        tokenizer or its chat template refuses, or that does not fit.
         """
         tokenizer = self.llm.get_tokenizer()
         try:
@@ -158,7 +160,7 @@ class OfflineEngine:
             raise InvalidInputError(
                 f"its prompt has {len(ids)} tokens, but the model takes 1 to {self._max_model_len - 1} (max_model_len)"
             )
-        last = max(tokenizer.max_token_id, self._vocabulary - 1)  # vLLM's own limit, which has no lower one
+        last = max(tokenizer.max_token_id, self._vocabulary - 1)  # vLLM's own upper limit; vLLM checks no lower one
         for token in (min(ids), max(ids)):
             if not 0 <= token <= last:
                 raise InvalidInputError(f"its prompt has the token {token}, which the model does not know")
@@ -204,10 +206,10 @@ class OfflineEngine:
             self._steps.pop(request_id, None)
 
     def update_weights(self, update: Callable[[Any, int], Any], epoch: int) -> Any:
-        """Call ``update`` with the ``vllm.LLM`` and the epoch, which loads weights. Return what it returns.
+        """Let ``update`` load weights: call it with the ``vllm.LLM`` and the epoch. Return what it returns.
 
-        An awaitable is awaited. Then vLLM's prefix cache is reset, because the former weights computed it. Raises
-        RolloutError if vLLM does not reset it, because requests run.
+        If that is an awaitable, it is awaited first. Then vLLM's prefix cache is reset, because the former weights
+        computed it. Raises RolloutError if vLLM does not reset it, because requests run.
         """
         returned = update(self.llm, epoch)
         if inspect.isawaitable(returned):
@@ -249,9 +251,9 @@ class OfflineEngine:
 
 
 def _end_waiting_at_death(core: Any) -> None:
-    """End a step that waits for an engine core in another process, if that is killed.
+    """End a step that waits for an engine core in another process when that process is killed.
 
-    core: vLLM's client. It notices the death and shuts itself down, but ``get_output`` would wait for ever.
+    core: vLLM's client. It notices the death and shuts itself down, but its ``get_output`` would wait for ever.
     """
     if not hasattr(core, "outputs_queue"):  # an engine core in this process
         return

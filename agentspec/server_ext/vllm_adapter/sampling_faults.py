@@ -1,4 +1,4 @@
-"""Correct what vLLM samples otherwise with drafts than without, in its rejection sampler and its thinking budget."""
+"""Correct sampling that drafts would change, in vLLM's rejection sampler and its thinking budget."""
 
 import copy
 import dataclasses
@@ -42,8 +42,8 @@ def named_logprobs(
         del target.gather_logprobs
 
 
-# --- min_tokens. Behind a draft, vLLM's rejection sampler forbids the end of a response as if the draft were not there.
-# --- So a request whose draft is right up to its end, and reaches min_tokens, says something else than without drafts.
+# --- min_tokens. At the token behind a draft, vLLM's rejection sampler does not count the draft towards min_tokens, and
+# --- may forbid the end of the response. So a response that should end there, behind an accepted draft, goes on.
 
 
 def min_tokens_behind_drafts(
@@ -54,7 +54,7 @@ def min_tokens_behind_drafts(
     logits: Any,
     sampling_metadata: Any,
 ) -> Any:
-    """Let a response end at the token behind its draft if that one is beyond ``min_tokens``."""
+    """Count a draft towards ``min_tokens`` at the token behind it, so that the response can end there."""
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
     processors = sampling_metadata.logitsprocs
@@ -72,7 +72,7 @@ def _behind_drafts(processor: Any, num_draft_tokens: list[int]) -> Any:
     """Return a copy of vLLM's processor of ``min_tokens`` that counts drafts where it serves the token behind them."""
     behind, corrected = copy.copy(processor), copy.copy(processor)
     behind.min_toks = {row: (least - num_draft_tokens[row], *of) for row, (least, *of) in processor.min_toks.items()}
-    behind.update_state(None)  # takes out what has reached its minimum
+    behind.update_state(None)  # drops requests that have reached their minimum
     corrected.apply = behind.apply
     return corrected
 
@@ -91,7 +91,7 @@ def expand_batch_to_tokens(
     """Repeat a value of each row for its tokens, in plain torch.
 
     The kernel of vLLM's CPU build fills a converted copy, so temperature, top-k and top-p of draft positions get lost.
-    This replaces it for every drafter, ours or not.
+    This replaces it for every drafter, agentspec's or not.
     """
     import torch
 
@@ -101,9 +101,9 @@ def expand_batch_to_tokens(
 
 
 # --- The end of thinking (thinking_token_budget, the budget of /v1/messages). vLLM counts a request's thinking in a
-# --- state machine that reads one token a step. Given drafts, it overlooks that thinking ended inside of one, so it
-# --- ends it again in the answer. In a step without any draft it takes the batch's first row for that of the request.
-# --- Here the same machine reads each response token by token, and a copy of it reads the draft.
+# --- state machine that reads one token a step. If thinking ends inside a draft, the machine overlooks that, and forces
+# --- the end of thinking again in the answer. In a step without any draft it takes the batch's first row for the row of
+# --- the request. Here the same machine reads each response token by token, and a copy of it reads the draft.
 
 
 def update_thinking(
@@ -169,20 +169,23 @@ def _forced_tokens(holder: Any, state: dict[str, Any], output: list[int], draft:
 
 
 def _read_response(holder: Any, state: dict[str, Any], text: list[int]) -> Iterator[int]:
-    """Let the machine read a response. Yield the number of tokens it has read whenever it has looked at them."""
+    """Let vLLM's machine read a response. Yield after each of its looks how many tokens it has read."""
     at = state.get(_READ, -1)
     longest = max(len(holder.think_start_token_ids), len(holder.think_end_token_ids))
     while at < len(text):
         at = _next_look(holder, state, text, at)
         state.update({_READ: at, "output_tok_ids": text[:at], "spec_token_ids": [], "force_index": []})
         holder._update_think_state(state)
-        # vLLM's search for a mark begins here. It would go through the whole response in each look.
+        # vLLM's next search for a mark begins here. Without this each look would search the whole response.
         state["scan_offset"] = max(state.get("scan_offset", 0), at + 1 - longest)
         yield at
 
 
 def _next_look(holder: Any, state: dict[str, Any], text: list[int], at: int) -> int:
-    """Return how far the machine can read in one look without missing a mark. A look costs time for the whole text."""
+    """Return up to which token the machine can read in one look without missing a mark.
+
+    The fewer looks the better: each takes time for the whole text.
+    """
     at += 1
     last = len(text)
     if state["start_thinking"] >= 0:
@@ -194,6 +197,6 @@ def _next_look(holder: Any, state: dict[str, Any], text: list[int], at: int) -> 
 
 
 def _end_token(holder: Any, state: dict[str, Any]) -> int | None:
-    """Return the token of the end of thinking that must come next; None: any may."""
+    """Return the token of the end-of-thinking mark that must come next; None: any token may."""
     end, said = holder.think_end_token_ids, state["end_count"]
     return end[said] if state["in_end"] and state["force_index"] and said < len(end) else None

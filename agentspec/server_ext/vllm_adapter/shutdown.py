@@ -1,8 +1,8 @@
-"""Let engines save what they hold when a server is stopped, tell all its callers, and let it be stopped at its start.
+"""Let engines save when a server is stopped, answer its callers, and let it be stopped while its engines start.
 
 By default (``--shutdown-timeout 0``) vLLM tells its engines to abort their requests, and kills them at the same moment.
-Then nothing is saved: no snapshot, and no turn of the last milliseconds. So they get time until each has left a file
-in a folder that their manager makes when it stops them.
+Then nothing is saved: no snapshot, and no turn of the last milliseconds. So their manager makes a folder when it stops
+the engines, and lets them live until each has left a file there.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ _CORE_NAME = "EngineCore"
 
 
 def init_engine_manager(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Name the folder, if these engines draft with agentspec. vLLM's manager does not keep their configuration.
+    """Choose the path of the folder, if these engines draft with agentspec. vLLM's manager keeps no configuration.
 
-    Nothing is made yet: a server that is killed, or whose start fails, could not remove it.
+    The folder is made later: a server that is killed, or whose start fails, could not remove it.
     """
     config = next((value for value in (*args, *kwargs.values()) if hasattr(value, "speculative_config")), None)
     folder, given = None, os.environ.get(_WORKERS_SECONDS)
-    # With a time for requests to finish, engines are to be killed when it is over.
+    # Where a --shutdown-timeout gives requests time to finish, engines are to be killed when it is over.
     if config is not None and uses_agentspec(config) and not config.shutdown_timeout:
         folder = os.environ[_FOLDER] = str(Path(tempfile.gettempdir(), f"agentspec-saved-{secrets.token_hex(16)}"))
         os.environ.setdefault(_WORKERS_SECONDS, f"{SAVE_SECONDS:.0f}")
@@ -59,10 +59,10 @@ def init_engine_manager(original: Callable[..., None], manager: Any, *args: Any,
 
 @contextlib.contextmanager
 def startup_socket(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Make the socket at which the engines that start are waited for. A KeyboardInterrupt ends the wait.
+    """Make the socket at which vLLM waits for its engines to start, and let a KeyboardInterrupt end the wait.
 
-    vLLM's own socket drops it. So a SIGTERM, which vLLM turns into one, was lost: the server started all the same, or
-    waited for ever for engines that it no longer answered.
+    vLLM's own socket drops the interrupt. So a SIGTERM, which vLLM turns into one, would be lost: the server would
+    start all the same, or wait for ever for engines that it no longer answers.
     """
     interrupt = None
     with original(*args, **kwargs) as socket:
@@ -78,7 +78,7 @@ def shut_down_client(original: Callable[..., None], client: Any, *args: Any, **k
     """End the engines, then tell every request that is left. ``client`` is an ``AsyncLLM``.
 
     vLLM stops reading the engines' answers when they have ended. A request that reached them too late to be aborted
-    heard nothing: its caller waited for its own timeout, and the server for its caller.
+    would hear nothing: its caller would wait for its own timeout, and the server for its caller.
     """
     original(client, *args, **kwargs)
     reader = getattr(client, "output_handler", None)
@@ -86,19 +86,19 @@ def shut_down_client(original: Callable[..., None], client: Any, *args: Any, **k
         return
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so no request waits
         reader.get_loop().call_soon_threadsafe(client.output_processor.propagate_error, EngineDeadError())
 
 
 def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Let an engine core's process end with the one that started it, if it drafts with agentspec.
 
-    By itself it outlives a program that was killed (kill -9, out of memory). Then the GPU's memory stays taken, and the
-    program cannot be started again.
+    By itself the process outlives a program that was killed (kill -9, out of memory). Then the GPU's memory stays
+    taken, and the program cannot be started again.
     """
     original(scheduler, *args, **kwargs)
     parent = multiprocessing.parent_process()
-    # A trainer may run an engine in a process of its own. When that ends is not ours to say.
+    # A trainer may run an engine in a process that it has made. When that process ends is up to the trainer.
     is_core = parent is not None and multiprocessing.current_process().name.startswith(_CORE_NAME)
     if is_core and uses_agentspec(scheduler.vllm_config):
         threading.Thread(target=_end_after, args=(parent,), name="agentspec-parent", daemon=True).start()
@@ -120,10 +120,10 @@ def note_saved() -> None:
 
 
 def shut_down_engines(original: Callable[..., None], manager: Any, timeout: float | None = None) -> None:
-    """End the engines: at once where vLLM does, but not before they have saved, if that takes at most SAVE_SECONDS.
+    """End the engines. Where vLLM would kill them at once, give them up to SAVE_SECONDS to save first.
 
-    A second call waits for the first: the thread that watches over the engines makes one within a second, and vLLM
-    would kill them in it.
+    A second call waits for the first. vLLM's thread that watches over the engines makes one within a second, which
+    would kill them while they save.
     """
     folder = getattr(manager, _ATTRIBUTE, None)
     with getattr(manager, _LOCK, None) or contextlib.nullcontext():
@@ -135,13 +135,13 @@ def shut_down_engines(original: Callable[..., None], manager: Any, timeout: floa
 def _wait_until_saved(manager: Any, folder: Path) -> None:
     """Tell the engines to end, and wait until they have saved, for SAVE_SECONDS at most.
 
-    An engine that was told before, as by Ctrl-C in a terminal, may have saved before the folder was there. It is waited
-    for until it has ended.
+    An engine that was told earlier, as by Ctrl-C in a terminal, may have saved before the folder was there. Then the
+    wait lasts until its process has ended.
     """
-    with contextlib.suppress(OSError):  # a full disk: engines are waited for until they have ended
+    with contextlib.suppress(OSError):  # on a full disk the wait lasts until the engines have ended
         folder.mkdir(mode=0o700)
     try:
-        manager.manager_stopped.set()  # whoever watches over the engines expects their end
+        manager.manager_stopped.set()  # tells vLLM's watching thread that their end is no failure
         for process in manager.processes:
             process.terminate()
         deadline = time.monotonic() + SAVE_SECONDS

@@ -1,11 +1,12 @@
 """Let vLLM's drafter leave out forward passes, and make up for them in the next pass that it runs.
 
-A drafter with a KV cache takes in the tokens of every step. Where it drafts nothing, its first pass does nothing else,
-and many tokens at once take a fraction of the time. So SkippedPasses keeps the input of a pass that is left out, the
-target's hidden state of each accepted token, and puts it before the tokens of the next pass.
+A drafter with a KV cache takes in the tokens of every step. In a step in which it drafts nothing, its pass does nothing
+else, and taking in the tokens of many steps at once costs a fraction of the time. So SkippedPasses keeps the input of a
+pass that is left out, the target's hidden state of each accepted token, and puts it before the tokens of the next pass.
 
-A row's kept tokens never fill a block of the KV cache: the pass that would fill one runs. vLLM's prefix cache holds
-full blocks alone, so no request, of this caller or another, finds a block that the drafter has not written.
+With vLLM's prefix cache, a row's kept tokens never fill a block of the KV cache: the pass that would fill one runs. The
+prefix cache holds full blocks alone, so no request, of this caller or another, finds a block that the drafter has not
+written.
 """
 
 import inspect
@@ -35,7 +36,7 @@ _PARAMETERS = (
 )
 """The parameters of vLLM's ``propose`` that this module knows."""
 _METADATA = ("query_start_loc_cpu", "seq_lens_cpu_upper_bound", "block_table_tensor", "slot_mapping")
-"""Fields of vLLM's attention metadata that it builds."""
+"""Fields of vLLM's attention metadata that this module must know to build it."""
 
 Indices = NDArray[np.int64]
 
@@ -93,7 +94,7 @@ class _Inputs:
 
 
 class SkippedPasses:
-    """Take the place of ``propose`` on vLLM's drafter ``native``, of the model runner ``runner``."""
+    """Replace ``propose`` of vLLM's drafter ``native``, which belongs to the model runner ``runner``."""
 
     def __init__(self, runner: Any, native: Any) -> None:
         self._runner = runner
@@ -115,7 +116,7 @@ class SkippedPasses:
     def may_skip(self, forward: ForwardPass) -> bool:
         """Return whether the drafter may leave out its pass for this step.
 
-        It may if every row has decoded, none has filled a block of the KV cache, and not too much is kept.
+        It may if every row has decoded and not too much is kept, and, with a prefix cache, no row has filled a block.
         """
         block = self._native.block_size if self.able else 0
         if block <= 0 or not all(forward.sampled):
@@ -146,7 +147,7 @@ class SkippedPasses:
         self._latest = None
 
     def prepare(self, forward: ForwardPass) -> None:
-        """Say which step vLLM's next call of ``propose`` is for. Does nothing where no tokens are kept."""
+        """Note that vLLM's next call of ``propose`` is for this step. Does nothing where no tokens are kept."""
         if self._rows:
             self._read(forward)
 
@@ -205,7 +206,7 @@ class SkippedPasses:
         return drafted
 
     def _catch_up(self, step: _StepRows, waiting: Indices, call: dict[str, Any]) -> Any:
-        """Run the pass with the kept tokens in front; where its buffers don't hold both, run these in a pass before."""
+        """Run the pass with the kept tokens in front. If its buffers don't hold both, run these in a pass before."""
         metadata = call["common_attn_metadata"]
         own = self._own_places(step, metadata, call.get("num_rejected_tokens_gpu"))
         late, count = np.flatnonzero(waiting), int(waiting.sum())
@@ -229,7 +230,7 @@ class SkippedPasses:
         positions = _ranges(step.begins - waiting, waiting)
         tokens = np.concatenate([step.texts[row, positions[row]] for row in late])
         if self._states is None:
-            states = own.states[:1].expand(len(tokens), -1)  # the drafter takes none
+            states = own.states[:1].expand(len(tokens), -1)  # the drafter reads no hidden states
         else:
             states = self._states[_on(own.states, np.concatenate([self._rows[step.ids[row]].places() for row in late]))]
         return _Inputs(
@@ -337,7 +338,7 @@ def _is_known(native: Any) -> bool:
 
 
 def _can_wait(runner: Any, native: Any) -> bool:
-    """Return whether nothing but this drafter depends on when its passes run."""
+    """Return whether passes can wait: nothing but this drafter, such as another rank, depends on when they run."""
     config = runner.vllm_config
     parallel = config.parallel_config
     sizes = (

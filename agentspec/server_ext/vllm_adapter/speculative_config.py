@@ -1,8 +1,9 @@
-"""Decide whether and how agentspec drafts in an engine, where vLLM makes the engine's speculative configuration.
+"""Decide whether and how agentspec drafts in an engine, when vLLM makes the engine's speculative configuration.
 
-``create_speculative_config`` is that place. It translates methods of ArcticInference, stands beside those of vLLM
-(``native_methods``), and chooses the draft limit by model where the user gave none (``draft_limit``). What excludes
-drafts is refused there: vLLM refuses it too, but at the end of a traceback, some of it not before the model is loaded.
+``create_speculative_config`` does so. It translates methods of ArcticInference, lets agentspec draft beside those of
+vLLM (``native_methods``), and chooses the draft limit by model where the user gave none (``draft_limit``). It refuses
+options that exclude drafts. vLLM refuses these, too, but at the end of a traceback, and some only after it has loaded
+the model.
 """
 
 import logging
@@ -25,7 +26,7 @@ PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
 """Class that vLLM loads as its ``custom_class``."""
 
 SWITCH = "AGENTSPEC"
-"""Environment variable that lets engines draft which nobody configured."""
+"""Environment variable by which engines draft that have no speculative configuration."""
 
 
 def engine_options(
@@ -98,7 +99,7 @@ def create_speculative_config(
     if spec is not None and (own or beside):
         schedule_synchronously(engine_args, target_model_config)
         settings = settle_store(engine_args.additional_config)
-        server_secret(settings)  # for the processes that vLLM starts
+        server_secret(settings)  # the processes that vLLM starts find it in the environment
         # The worker would find these errors a minute later, and they would stand in its log alone.
         if settings.record is not None:
             make_record(settings.record)
@@ -119,10 +120,10 @@ def is_switched_on(environ: Mapping[str, str] = os.environ) -> bool:
 def switch_on(
     engine_args: Any, model_config: Any, parallel_config: Any, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Let an engine draft with agentspec although nobody configured it for that, where ``AGENTSPEC=1`` asks for it.
+    """Let an engine draft with agentspec where ``AGENTSPEC=1`` asks for it, without any option of the engine.
 
-    So trainers that make their own engine need no change. An engine with a method of vLLM's drafts beside it. One that
-    cannot draft stays as it is.
+    So trainers that make their own engine need no change. An engine with a method of vLLM's keeps it, and agentspec
+    drafts beside it. An engine that cannot draft stays as it is.
     """
     if not is_switched_on(environ):
         return
@@ -147,9 +148,9 @@ def switch_on(
 def translate_method(engine_args: Any) -> None:
     """Translate ``method: arctic`` and ``suffix`` into agentspec's own method and settings.
 
-    That is where the engine has agentspec settings, an "agentspec" section in ``additional_config``, which
-    ``agentspec serve`` always gives; or where ArcticInference is not installed. Raises ConfigurationError for a key
-    that the method does not know.
+    An engine without agentspec settings (an "agentspec" section in ``additional_config``, which ``agentspec serve``
+    always gives) keeps the method if ArcticInference is installed. Raises ConfigurationError for a key that the method
+    does not know.
     """
     config = with_underscores(engine_args.speculative_config)
     aliases = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
@@ -179,7 +180,7 @@ def _has_arctic_inference() -> bool:
 
 
 def leave_pooling_models(engine_args: Any, model_config: Any) -> None:
-    """Take agentspec's method from an engine whose model generates no text, such as a model of embeddings."""
+    """Take agentspec's method from an engine whose model generates no text, such as an embedding model."""
     if _is_own(engine_args) and model_config.runner_type != "generate":
         engine_args.speculative_config = None
         logger.info("agentspec: this model generates no text, so nothing is drafted")
@@ -293,7 +294,7 @@ def check_draft_model(settings: Settings, model_config: Any) -> None:
 
 
 def what_drafts(spec: Any, settings: Settings, *, has_keys: bool | None = None) -> str:
-    """Return the line of `describe` for ``spec``, vLLM's SpeculativeConfig of an engine that drafts with agentspec."""
+    """Return `describe`'s line for an engine that drafts with agentspec. spec: vLLM's SpeculativeConfig of it."""
     beside = native_methods.drafter_tokens(spec) is not None
     method = spec.method if beside else "speculator" if settings.speculator else None
     return describe(settings, method, spec.num_speculative_tokens, has_keys=has_keys)
@@ -302,8 +303,8 @@ def what_drafts(spec: Any, settings: Settings, *, has_keys: bool | None = None) 
 def describe(settings: Settings, method: str | None, longest: int, *, has_keys: bool | None = None) -> str:
     """Return one line that says what drafts, how far, at what price, and who drafts from whose answers.
 
-    method: the draft model beside the suffix indexes; None: there is none. longest: of one draft, in tokens. has_keys:
-    whether vLLM's server checks API keys; None: there is no server, so there are no callers.
+    method: the draft model beside the suffix indexes; None: there is none. longest: longest draft of a request, in
+    tokens. has_keys: whether vLLM's server checks API keys; None: there is no server, so there are no callers.
     """
     if not settings.enabled:
         return "switched off (enabled: false), no drafts"

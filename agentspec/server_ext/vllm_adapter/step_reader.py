@@ -1,7 +1,8 @@
 """Read a ``Step`` out of vLLM's model runner after each decode step.
 
-What depends on the set of rows is kept until the set changes. A step in between touches no array, however many rows
-there are. When the set changes, only its new rows are read. (A large batch changes in nearly every step.)
+The reader keeps everything that depends only on which rows the batch has, until that changes. A step in between touches
+no array, however many rows there are. When rows change, only new rows are read: a large batch changes in nearly every
+step.
 """
 
 import time
@@ -18,8 +19,8 @@ from agentspec.server_ext.step import Batch, Int32, NewRequest, Repetition, Step
 from agentspec.server_ext.vllm_adapter.frontend import api_request_id
 
 _MASK_ROWS = 1024
-"""Rows of the bitmask of allowed tokens that requests with structured output share in a step. From vLLM 0.33 on each
-of them takes as many as the one with the longest draft."""
+"""Most rows of the bitmask of allowed tokens in a step, for all requests with structured output together. From vLLM
+0.33 on each of these requests takes as many rows as the one with the longest draft."""
 
 
 @dataclass(slots=True)
@@ -100,8 +101,8 @@ class _ReadBatch:
 class StepReader:
     """Read steps out of one model runner.
 
-    max_draft: longest draft, in tokens. max_model_len: most tokens of a row. knows: whether a request was given to the
-    engine before, by its id and the tokens of its prompt.
+    max_draft: longest draft, in tokens. max_model_len: most tokens of a row. knows: function of a request's id and its
+    prompt's length in tokens; returns whether the engine has got that request before.
     """
 
     def __init__(self, max_draft: int, max_model_len: int, knows: Callable[[str, int], bool]) -> None:
@@ -149,7 +150,7 @@ class StepReader:
         return step
 
     def begun(self, runner: Any, requests: Sequence[Any]) -> list[NewRequest]:
-        """Return those of these requests that the engine does not know, as soon as they have rows.
+        """Return those of these requests that the engine does not know yet. Call it as soon as they have rows.
 
         requests: vLLM's NewRequestData. The prompts are valid until the rows change.
         """
@@ -273,10 +274,10 @@ def end_tokens(params: Any) -> set[int]:
 
 
 def returned_tokens(state: Any) -> int:
-    """Return how many tokens of a response vLLM returned: accepted drafts may run past what ended it.
+    """Return how many tokens of a response vLLM returned. Accepted drafts may run past the end of the response.
 
-    That is an end token, ``max_tokens`` or ``repetition_detection``. Where a stop text ends it, they are fewer
-    (`is_told_later`). state: vLLM's CachedRequestState.
+    An end token, ``max_tokens`` or ``repetition_detection`` ends it here. A stop text may end it earlier, which only
+    the API server knows (`is_told_later`). state: vLLM's CachedRequestState.
     """
     output = state.output_token_ids
     params = state.sampling_params
@@ -307,8 +308,8 @@ def repetition_of(params: Any) -> Repetition | None:
 def is_told_later(state: Any) -> bool:
     """Return whether the API server will say how many tokens it returned (``frontend.process_outputs``).
 
-    It will where stop texts may end a response. One of a single token is kept nowhere, so its length does not matter;
-    where its caller has left, vLLM may never send that token. state: vLLM's CachedRequestState.
+    It will where stop texts may end a response, unless that has a single token: such a response is kept nowhere, so its
+    length does not matter, and if its caller has left, vLLM may never send the token. state: vLLM's CachedRequestState.
     """
     params = state.sampling_params
     may_stop = params is not None and params.stop and len(state.output_token_ids) > 1
