@@ -1,7 +1,7 @@
 """Add lasting sessions and speculation counts to the OpenAI client, for the agent's process.
 
-The names here are the public ones. Each is imported when it is first used, so that a program waits only for what it
-uses: forecasts load numpy, for example.
+The names here are the public ones. Each is imported when it is first used, so that a program loads only the modules
+that it needs: forecasts load numpy, for example.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from agentspec.client.messages import tool_message
 from agentspec.errors import InvalidInputError
 
 _DROPPED = frozenset({"reasoning", "compaction"})
-"""Types of items that say nothing to another model."""
+"""Types of items that are left out, because they say nothing to another model."""
 _ANSWER = {"type": "message", "id": "__fake_id__", "role": "assistant", "status": "completed"}
 """Form of an answer's text to which a Runner joins the calls behind it; the id is openai-agents' own placeholder."""
 _TEXTS = frozenset({"input_text", "output_text", "text", "refusal"})
-"""Types of parts that a chat message has as text."""
+"""Types of parts that become text parts of a chat message."""
 _SAME_IN_BOTH = frozenset({"input_audio", "video_url"})
 _FILE_FIELDS = ("file_data", "file_id", "filename")
 
@@ -58,10 +58,10 @@ class AgentsSession:
     async def pop_item(self) -> Any | None:
         """Take back the latest item and return it; None if there is none.
 
-        No process reads it again, but its text stays in the store until the session is cleared. Raises StoreError, or
-        SessionConflictError if another client wrote to the session; the item is still there then. A connection that
-        breaks at this moment may leave it out of the store alone: the next call then raises SessionConflictError, and
-        `reload()` reads what is stored.
+        No process reads the item again, but its text stays in the store until the session is cleared. Raises
+        StoreError, or SessionConflictError if another client wrote to the session; the item is still there then. If
+        the connection breaks at this moment, the item may be gone from the store but not from here: the next call then
+        raises SessionConflictError, and `reload()` reads what is stored.
         """
         await self.load()
         changed = await self._wait_to_end(
@@ -77,7 +77,7 @@ class AgentsSession:
 def items_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a chat message as items: one at least, and one for each tool call.
 
-    Raises InvalidInputError for what a Runner would not send to chat completions again.
+    Raises InvalidInputError for a message, or a part of one, that a Runner would not send to chat completions again.
     """
     role = message["role"]
     for name in ("audio", "function_call"):
@@ -100,7 +100,7 @@ def items_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return items as chat messages: calls that follow each other, or an assistant's text, are one message."""
+    """Return items as chat messages. Calls become part of the assistant's message before them, if there is one."""
     messages: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message")
@@ -123,7 +123,7 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any) -> Any:
-    """Return an item's content as a message's: a string where all parts are text."""
+    """Return an item's content as a message's: a string if all parts are text."""
     if isinstance(content, str):
         return content
     parts = [_chat_part(part) for part in content]

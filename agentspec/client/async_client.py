@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STORE_THREADS = 16  # each waits for the store, for 0.1 s in a call
+_STORE_THREADS = 16  # each waits for the store, up to 0.1 s for a call of the model
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         self._threads = _StoreThreads()
         super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
         self._probe_lock = asyncio.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None  # in which it was used first
+        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop that used the client first
 
     def session(
         self,
@@ -119,9 +119,10 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         return unkept.stream(messages, response_format=response_format, **options)
 
     async def speculation(self, reply: Reply[Any]) -> Speculation | None:
-        """Return what was drafted and accepted for a reply; None if the server does not know. Asks the server.
+        """Return what was drafted and accepted for a reply; None if the server does not know.
 
-        Servers with the extension send the counts with the reply, in `reply.speculation`, unless it was switched off.
+        Servers with the extension send these counts with the reply unless the client's `speculation` is False. If the
+        reply has none, this asks the server.
         """
         if reply.speculation is not None or (path := self._requests.counts_path(reply)) is None:
             return reply.speculation
@@ -144,7 +145,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         await self.close()
 
     def _refuse_in_another_loop(self) -> None:
-        """Note the event loop that uses the client; connections belong to it. Raises AgentSpecError in another one."""
+        """Note the event loop that uses the client, as connections belong to it. Raises AgentSpecError in another."""
         loop = asyncio.get_running_loop()
         self._loop = self._loop or loop
         if self._loop is not loop:
@@ -313,11 +314,11 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
             raise AgentSpecError(f"{what}: session {self.id!r} is not read yet; `await session.load()` first")
 
     async def _wait(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Call a function that blocks in one of the client's own threads."""
+        """Call a blocking function in one of the client's own threads."""
         return await self._client._threads.run(function, *arguments, **options)
 
     async def _wait_to_end(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that blocks and changes the session. A task that is cancelled first waits for its end."""
+        """Call a blocking function that changes the session. If the task is cancelled, wait for its end first."""
         return await self._client._threads.run_to_end(function, *arguments)
 
     async def _check(self) -> None:
@@ -327,7 +328,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         await self._wait(self._conversation.confirm)
 
     async def _request(self, call: Call, turn: Turn, *, stream: bool = False) -> dict[str, Any]:
-        """Return the arguments of the OpenAI client's call; made in a thread if they take long."""
+        """Return the arguments of the OpenAI client's call. A prediction takes long, so a thread makes it."""
         if call.predict:
             return await self._wait(self._client._requests.build, call, turn.messages, stream=stream)
         return self._client._requests.build(call, turn.messages, stream=stream)
@@ -359,7 +360,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
 
 
 class _StoreThreads:
-    """Hold the threads in which a client waits for its store. No function of the caller's occupies them."""
+    """Hold the threads in which a client waits for its store. The caller's own functions never run in them."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(_STORE_THREADS, "agentspec-store")
@@ -371,7 +372,7 @@ class _StoreThreads:
     async def run_to_end(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call the function, and return its result. Raises CancelledError only once the function has ended.
 
-        A thread cannot be cancelled: it would change things behind the back of a caller that goes on.
+        A thread cannot be cancelled: if the caller went on before, the function would still change things.
         """
         call = self._begin(functools.partial(function, *arguments))
         cancelled: asyncio.CancelledError | None = None
@@ -381,7 +382,7 @@ class _StoreThreads:
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
-            call.exception()  # or asyncio logs that nobody asked for it
+            call.exception()  # otherwise asyncio logs an error that was never retrieved
             raise cancelled
         return call.result()
 

@@ -1,4 +1,4 @@
-"""Share the code of the synchronous and asyncio clients, sessions and streams that sends nothing to a server."""
+"""Share code between the synchronous and asyncio clients, sessions and streams: the parts that send nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ClientBase(Generic[OpenAIT]):
         self._forecaster = Forecaster(tokenizer)
         self._record = None if record is None else ReplyRecord(record)
         self._log = _open_log(store)
-        self._process: int | None = None  # in which it was used first
+        self._process: int | None = None  # the process that used the client first
         self._closed = False
         self._conversations = Conversations(self._log)
         self._close_log: Callable[[], object] = weakref.finalize(
@@ -72,7 +72,7 @@ class ClientBase(Generic[OpenAIT]):
         )  # also runs when the interpreter exits
 
     def __getstate__(self) -> object:
-        """Raise AgentSpecError where a client is copied or pickled: two would share, or lack, its connections."""
+        """Raise AgentSpecError when a client is copied or pickled: the copy would share, or lack, its connections."""
         raise AgentSpecError(
             "a client cannot be copied or pickled: its connections belong to one process, whose threads may share it;"
             " make another one, where it is used"
@@ -84,10 +84,10 @@ class ClientBase(Generic[OpenAIT]):
         return self._openai
 
     def _refuse_if_forked(self) -> None:
-        """Note the process that uses the client. Raises AgentSpecError in one that was forked off after that.
+        """Note the process that uses the client. Raises AgentSpecError in a process that was forked off after that.
 
-        The fork shares its parent's connections, so that one would read the other's answers, and it lacks the thread
-        that stores messages.
+        The fork shares its parent's connections, so each would read the other's answers, and it lacks the thread that
+        stores messages.
         """
         process = os.getpid()
         self._process = self._process or process
@@ -97,7 +97,7 @@ class ClientBase(Generic[OpenAIT]):
             )
 
     def _refuse_if_unusable(self) -> None:
-        """Raise AgentSpecError in a process that was forked off, and once the client is closed: nothing is stored."""
+        """Raise AgentSpecError in a forked process, and once the client is closed: no message would be stored."""
         self._refuse_if_forked()
         if self._closed:
             raise AgentSpecError(
@@ -114,7 +114,7 @@ class ClientBase(Generic[OpenAIT]):
         return reply
 
     def _resumed_priming(self, conversation: Conversation, call: Call) -> Iterator[Priming]:
-        """Yield the request that primes a server with a session that was resumed here, before its first call."""
+        """Yield the request that primes a server with a session that this client has resumed, before its first call."""
         known = self._requests.extension and self._requests.session_path(conversation.id)
         if known and conversation.resumed and not conversation.server_told:
             conversation.server_told = True
@@ -137,8 +137,8 @@ class ClientBase(Generic[OpenAIT]):
 class Conversations:
     """Hold a client's conversations by session id. All sessions of an id share one, so only one call runs at a time.
 
-    With a log, a conversation stays in memory while it is used; without one, as long as the client. A conversation
-    without a name is not stored, because nobody could ask for it again, and stays in memory while it is used.
+    A conversation stays in memory while it is used, or as long as the client if there is no log to read it from again.
+    A conversation without a name is never stored, because no later call could name it.
     """
 
     def __init__(self, log: SessionLog) -> None:
@@ -147,18 +147,18 @@ class Conversations:
         self._lock = threading.Lock()
         self._known: MutableMapping[str, Conversation] = weakref.WeakValueDictionary() if log.keeps else {}
         self._unnamed: MutableMapping[str, Conversation] = weakref.WeakValueDictionary()
-        self._unsaved: set[Conversation] = set()  # kept here, because their messages are nowhere else
+        self._unsaved: set[Conversation] = set()  # keeps them alive: their messages are nowhere else
 
     def save(self) -> None:
-        """Store what was added to sessions before they were read. May block. Logs what cannot be stored."""
+        """Store messages that were added to sessions before these were read. May block. Logs those that are lost."""
         for conversation in list(self._unsaved):
             try:
                 conversation.load()
-            except Exception as error:  # a store may raise anything, and the other sessions count
+            except Exception as error:  # a store may raise anything; the other sessions must still be saved
                 logger.warning("agentspec: messages added to session %r are lost: %s", conversation.id, error)
 
     def get(self, session: str | None, group: str | None, parent: str | None = None) -> Conversation:
-        """Return the conversation of this id, or without an id a new one. A group or parent replaces the former one.
+        """Return the conversation of this id; without an id, a new one. A group or parent replaces the former one.
 
         Raises InvalidSessionError for an unusable id.
         """
@@ -177,7 +177,7 @@ class Conversations:
             return found
 
     def unkept(self, session: str | None, group: str | None, parent: str | None = None) -> Conversation:
-        """Return a conversation for one call that is not stored. Raises InvalidSessionError for an unusable id."""
+        """Return a conversation for one call, which is not stored. Raises InvalidSessionError for an unusable id."""
         _check_ids(session, group, parent)
         return self._new(session or "", SessionLog(), group=group, parent=parent, new=True)
 
@@ -205,7 +205,7 @@ class SessionBase:
 
     @property
     def id(self) -> str:
-        """Return the session's id. The server knows the session by it, and any process can resume it by its id."""
+        """Return the session's id, by which the server knows the session and any process can resume it."""
         return self._conversation.id
 
     @property
@@ -221,16 +221,16 @@ class SessionBase:
     def add(self, message: MessageLike) -> None:
         """Append a message, such as a system message, without calling the model.
 
-        Raises InvalidInputError for what is no message, SessionBusyError during a call, and SessionConflictError once
-        another client has added messages.
+        Raises InvalidInputError for a value that is not a message, SessionBusyError during a call, and
+        SessionConflictError once another client has added messages.
         """
         self._add([as_message(message)])
 
     def tool_result(self, tool_call_id: str, content: str | Sequence[Mapping[str, object]]) -> None:
         """Append a tool's answer, a text or a list of content parts. Then call chat() without content to go on.
 
-        Raises InvalidInputError if no call with this id waits for an answer: servers refuse such a history, each time.
-        Raises the other errors of `add()`, too.
+        Raises InvalidInputError if no call with this id waits for an answer, because servers would refuse every later
+        request with such a history. Raises the other errors of `add()`, too.
         """
         self._add([tool_message(tool_call_id, content)], answered=tool_call_id)
 
@@ -239,7 +239,7 @@ class SessionBase:
         self._conversation.add(messages, answered=answered)
 
     def _forget(self) -> None:
-        """Erase what this process and its store hold of the session. May block. Raises StoreError."""
+        """Erase all that this process and its store hold of the session. May block. Raises StoreError."""
         self._conversation.forget()
         self._client._forecaster.forget([self.id, *self._conversation.helpers])
 
@@ -287,7 +287,7 @@ def _open_log(store: str | Store | None) -> SessionLog:
     """Return the log for a client's `store` option.
 
     A store given by URL is opened now, and may raise StoreURLError or StoreError. The default store, in the user's
-    data folder, is opened when the first session needs it. Raises ConfigurationError for what is neither.
+    data folder, is opened when the first session needs it. Raises ConfigurationError for any other kind of value.
     """
     if store is None:
         return SessionLog()
@@ -302,7 +302,7 @@ def _open_log(store: str | Store | None) -> SessionLog:
 
 
 def _close(conversations: Conversations, log: SessionLog, process: int) -> None:
-    """Store the messages that wait. A fork of the process that queued them leaves that to its parent."""
+    """Store the messages that wait, and close the log. A forked process leaves the messages to its parent."""
     if os.getpid() == process:
         conversations.save()
     log.close()

@@ -31,12 +31,12 @@ class Budget:
     """Limit one loop. None is no limit. Raises InvalidInputError for a limit that is not positive.
 
     requests: most calls of the model; retries are not counted.
-    tokens: most tokens that the model may generate. Each call asks for what is left at most; its `n` choices share it.
-    seconds: longest duration. No part of a call's timeout is longer than what is left. The OpenAI client makes failed
-        calls again as often as surely fits: each time its pause may be the longest, and the call may take the whole
-        timeout. A shorter `timeout` leaves more retries. In asyncio a call, tool or critic that runs into the limit is
-        cancelled. A synchronous loop interrupts no tool and no critic, and a call only where its server sends nothing
-        for as long as was left when it began: one that sends its answer in small pieces can take longer.
+    tokens: most tokens that the model may generate. Each call asks for at most the rest; its `n` choices share that.
+    seconds: longest duration. No part of a call's timeout is longer than the time left. The OpenAI client retries a
+        failed call only as often as surely fits, if each pause is the longest and each try takes the whole timeout. A
+        shorter `timeout` leaves more retries. In asyncio a call, tool or critic that runs into the limit is cancelled.
+        A synchronous loop interrupts no tool and no critic. It ends a call only if the server sends nothing for as long
+        as was left when the call began, so an answer that comes in small pieces can take longer.
     """
 
     requests: int | None = None
@@ -57,7 +57,7 @@ class Budget:
 class Spent:
     """Count a loop's calls, its tokens as the server counts them, and its seconds.
 
-    With a budget of tokens, an answer that was lost counts as all that its call asked for.
+    With a budget of tokens, an answer that was lost counts as all tokens that its call asked for.
     """
 
     requests: int = 0
@@ -68,12 +68,12 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Attempt(Generic[ParsedT]):
-    """Hold one call of a loop and what was made of it.
+    """Hold one call of a loop, its answer and the verdict on it.
 
-    name: of the attempt, such as "attempt 2" or the name of a pipeline's stage. number: of the call in its loop, from
-    1. reply: the answer; None if the call failed. error: what the call, the critic or the reward raised. feedback: what
-    the critic wants changed; None if the critic is content or was not asked. score: the reward. tools: the tool calls
-    of the answer. seconds: from the request to the verdict.
+    name: the attempt's name, such as "attempt 2" or the name of a pipeline's stage. number: the call's number in its
+    loop, from 1. reply: the answer; None if the call failed. error: the error that the call, the critic or the reward
+    raised. feedback: the critic's objection; None if the critic is content or was not asked. score: the reward. tools:
+    the tool calls of the answer. seconds: from the request to the verdict.
     """
 
     name: str
@@ -102,8 +102,8 @@ OnProgress: TypeAlias = Callable[[Progress], object]
 class LoopResult(Generic[ParsedT]):
     """Hold all that a loop did.
 
-    best: the attempt that the loop chose; None if it has none. attempts: all, in the order in which they began.
-    stopped: why it ended; "done" if it has the answer that was wanted.
+    best: the attempt that the loop chose; None if it chose none. attempts: all attempts, in the order in which they
+    began. stopped: why the loop ended; "done" if it has the answer that was wanted.
     """
 
     best: Attempt[ParsedT] | None
@@ -152,7 +152,7 @@ def check_loop_options(options: Mapping[str, Any]) -> None:
 
 
 class BegunCall(NamedTuple):
-    """Hold a call that was counted: its number, its options, and the tokens that are reserved for its answer."""
+    """Hold a call that an Account has counted: its number, its options, and the tokens reserved for its answer."""
 
     number: int
     options: dict[str, Any]
@@ -162,8 +162,8 @@ class BegunCall(NamedTuple):
 class Account:
     """Count what a loop spends, and collect its attempts. Threads may share an account.
 
-    options: those of each call; None as `response_format` is no option. Raises InvalidInputError for one that a loop
-    sets itself.
+    options: options of every call, to which a `response_format` other than None is added. Raises InvalidInputError for
+    an option that a loop sets itself.
     """
 
     def __init__(
@@ -197,12 +197,12 @@ class Account:
         return None if limit is None else max(0.0, limit - (time.monotonic() - self._begin))
 
     def begin(self, options: Mapping[str, Any], among: int = 1) -> BegunCall:
-        """Count a call, and limit its options to the budget. among: calls that share the tokens left, with this one.
+        """Count a call, and limit its options to the budget. among: number of calls that share the tokens left.
 
         Raises BudgetSpentError.
         """
         limited = _taken_out(self._options | dict(options))
-        names = [name for name in _TOKEN_LIMITS if limited.get(name)]  # of two, servers obey either
+        names = [name for name in _TOKEN_LIMITS if limited.get(name)]  # if both are given, a server obeys either
         names = names or ["max_tokens" if "max_tokens" in limited else "max_completion_tokens"]
         choices = limited.get("n") or 1
         seconds = self.seconds_left
@@ -226,12 +226,13 @@ class Account:
     def end(self, call: BegunCall, reply: Reply[Any] | None, refused: bool = False) -> None:
         """Count the tokens of a call's answer; if their number is unknown, all that were reserved for the answer.
 
-        reply: None if it was lost, or does not fit its format. refused: the server refused the call, so it took none.
+        reply: None if it was lost, or does not fit its format. refused: whether the call was refused, so that it took
+        no tokens.
         """
         usage = reply.usage if reply is not None else None
         with self._lock:
             self._reserved -= call.reserved
-            if usage is not None and usage.completion_tokens is not None:  # some servers send a part of it
+            if usage is not None and usage.completion_tokens is not None:  # some servers send only a part of `usage`
                 self._tokens += usage.completion_tokens
                 self._prompt_tokens += usage.prompt_tokens or 0
             elif not refused:
@@ -246,7 +247,7 @@ class Account:
                 self._on_progress(Progress(attempt, self._spent()))
 
     def why_failed(self) -> Stopped:
-        """Return why a loop whose call failed ends."""
+        """Return the reason for which a loop ends after a failed call: its time is over, or the error."""
         return "seconds" if self.seconds_left == 0.0 else "error"
 
     def close(self) -> None:
@@ -263,7 +264,7 @@ class Account:
 
 
 def _taken_out(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's options with those that a budget of tokens limits taken out of ``extra_body``, where they win."""
+    """Return a call's options with the token limits and `n` of ``extra_body``, which win, moved to the top level."""
     extra = options.get("extra_body")
     if not isinstance(extra, Mapping):
         return options
@@ -285,9 +286,9 @@ def call_limits(options: Mapping[str, Any], connection: Any, seconds: float) -> 
 
 
 def bounded_timeout(timeout: object, seconds: float) -> float | openai.Timeout:
-    """Return a timeout of a call with no part longer than `seconds`. timeout: as the OpenAI client takes it."""
+    """Return a call's timeout with no part longer than `seconds`. timeout: as the OpenAI client takes it."""
     seconds = max(seconds, _SHORTEST_TIMEOUT_S)
-    if isinstance(timeout, tuple):  # HTTPX's form of one
+    if isinstance(timeout, tuple):  # HTTPX takes this form of a Timeout
         timeout = openai.Timeout(timeout)
     if isinstance(timeout, openai.Timeout):
         parts = {name: getattr(timeout, name) for name in _PHASES}

@@ -55,17 +55,17 @@ class AgentClient(ClientBase[openai.OpenAI]):
         body's `session_id` and `vllm_xargs.session_id` if the server has the extension; "header", "body": only there,
         with any server; "off": nowhere. Only the body can name a group. "vllm", "sglang", "dynamo", "aibrix", "openai"
         (`prompt_cache_key`), "litellm": as these servers and gateways read it.
-    speculation: whether servers with the extension are to send `reply.speculation` along; "detailed" adds what each
-        step drafted and where each token came from.
+    speculation: whether servers with the extension send `reply.speculation`; "detailed" adds the tokens that each step
+        drafted and the source of each token.
     record: file that gets a JSON line for each reply, with its text and, from servers with the extension, the source of
         each token: the input of `agentspec report`.
     tokenizer: where forecasts get tokens. "server": vLLM sends their ids with each answer. A tokenizer.json, a model's
-        folder or name, or a function from text to token ids: what was said is tokenised here. None: an approximation.
+        folder or name, or a function from text to token ids: messages are tokenised here. None: an approximation.
     options: any other option of the OpenAI client (timeout, max_retries, http_client, ...).
 
     Raises ConfigurationError for an option that cannot work, and StoreError if a store given by URL cannot be opened.
-    Calls raise the OpenAI client's errors unchanged. Threads may share a client; a process that is
-    forked off makes its own. A session takes one call at a time.
+    Calls raise the OpenAI client's errors unchanged. Threads may share a client; a forked process must make its own. A
+    session takes one call at a time.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class AgentClient(ClientBase[openai.OpenAI]):
         group: the problem that several sessions answer, such as an RL problem; they draft from each other's answers
         first. It is not stored, so name it again in another process.
         on_unavailable: what to do if the stored messages cannot be read. "raise": raise a StoreError at the first use,
-        before anything is sent. "empty": start without them; what is said then is stored behind them.
+        before anything is sent. "empty": start without them; new messages are stored behind them.
         parent: the session that started this one; see Session.child().
-        Sessions of one id and client share their messages, group and parent. Those without a name are kept in memory
-        only, as long as they are used. Raises InvalidSessionError for an id that is empty, longer than 256 characters
-        or has control characters or line ends.
+        Sessions of one id and client share their messages, group and parent. A session without an id is kept in memory
+        only, as long as it is used. Raises InvalidSessionError for an id that is empty, longer than 256 characters or
+        has control characters or line ends.
         """
         return Session(self, self._conversations.get(session_id, group, parent), on_unavailable)
 
@@ -139,9 +139,10 @@ class AgentClient(ClientBase[openai.OpenAI]):
         return unkept.stream(messages, response_format=response_format, **options)
 
     def speculation(self, reply: Reply[Any]) -> Speculation | None:
-        """Return what was drafted and accepted for a reply; None if the server does not know. Asks the server.
+        """Return what was drafted and accepted for a reply; None if the server does not know.
 
-        Servers with the extension send the counts with the reply, in `reply.speculation`, unless it was switched off.
+        Servers with the extension send these counts with the reply unless the client's `speculation` is False. If the
+        reply has none, this asks the server.
         """
         if reply.speculation is not None or (path := self._requests.counts_path(reply)) is None:
             return reply.speculation
@@ -219,8 +220,8 @@ class Session(SessionBase, Loops):
 
     `AgentClient.session()` makes sessions. A call that fails leaves the history unchanged, so it can be repeated. A
     second call at the same time raises SessionBusyError; `fork()` a session to make two calls at once. Messages are
-    stored in the background. While the store is away they wait; beyond 64 MiB, the largest turn not counted, the
-    session that has most waiting loses its oldest turn, which `gaps` shows.
+    stored in the background, and wait while the store is away. If more than 64 MiB wait, the largest turn not counted,
+    the session that has most waiting loses its oldest turn, which `gaps` shows.
     """
 
     _client: AgentClient
@@ -255,15 +256,15 @@ class Session(SessionBase, Loops):
 
         response_format: a pydantic model (then `reply.parsed` is an instance) or the API's own format.
         options: any option of `chat.completions.create`, tools included, and `max_retries`, the OpenAI client's for
-        this call. prediction: a text that the answer is expected to be like, such as a file that is to be edited
-        (OpenAI's Predicted Outputs); only servers that take predictions get it, and `reply.usage` has what was accepted
-        and rejected. predict: "auto" predicts the session's last answer where the ones before were edits of each other;
-        off by default, because OpenAI bills rejected tokens.
+        this call. prediction: a text that the answer will probably resemble, such as a file that is to be edited
+        (OpenAI's Predicted Outputs). Only servers that take predictions get it, and `reply.usage` counts the accepted
+        and rejected tokens. predict: "auto" predicts the session's last answer if the answers before were edits of each
+        other; off by default, because OpenAI bills rejected tokens.
 
         Raises StoreError before anything is sent if the session is resumed and its store is away. Raises
-        SessionConflictError if another client has added messages: before anything is sent, or, if both called at once,
-        after the answer, which `messages` then has; so too if the session was erased elsewhere, or the store lost it.
-        While the store is slow or away, a conflict shows at a later call.
+        SessionConflictError if another client has added messages or erased the session, or if the store lost it: before
+        anything is sent, or, if both called at once, after the answer, which `messages` then has. While the store is
+        slow or away, a conflict shows at a later call.
         """
         call = self._call(content, response_format, options)
         self.load()
@@ -288,9 +289,9 @@ class Session(SessionBase, Loops):
         return ReplyStream(self._items(self._call(content, response_format, options)))
 
     def reload(self) -> None:
-        """Read the stored messages again, those of other clients too, and drop those that only this client has.
+        """Read the stored messages again, those of other clients too, and drop messages that only this client has.
 
-        Raises StoreError if they cannot be read; the messages here are then unchanged.
+        Raises StoreError if the store cannot be read; the messages here are then unchanged.
         """
         self._client._refuse_if_unusable()
         self._conversation.reload()
@@ -298,12 +299,12 @@ class Session(SessionBase, Loops):
     def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
         """Erase all messages: on the server, if it has the extension, and in the client's store.
 
-        What loops of this client said in other sessions (best_of's answers, a pipeline's stages) is erased, too.
-        A `cache_salt` makes another session on the server. Those that calls of this client have sent are erased, too:
-        the latest 1,000, for the latest 10,000 sessions. cache_salts: others.
+        The sessions of this client's loops (best_of's answers, a pipeline's stages) are erased, too. So are the other
+        sessions that a `cache_salt` makes on the server, for the latest 1,000 salts that this client's calls have sent
+        in each of the latest 10,000 sessions. cache_salts: further ones.
         An error of the server (openai.APIError) or the store (StoreError) leaves the messages here unchanged; call
-        clear() again to erase what is left. StoreUnavailableError: the text is still in the database of the server or
-        of this client, because another process reads there.
+        clear() again to erase the rest. StoreUnavailableError: the text is still in the database of the server or of
+        this client, because another process reads there.
         """
         self._client._refuse_if_unusable()
         with self._conversation.reserved():
@@ -312,12 +313,12 @@ class Session(SessionBase, Loops):
             self._forget()
 
     def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
-        """Let the server draft for this session from texts that were not said there. Return how many were new to it.
+        """Let the server draft for this session from texts that it has not seen there. Return how many were new to it.
 
         texts: strings, and Path objects that name files of UTF-8 text; None: this session's history. A server without
-        the extension gets nothing, and 0 is returned. cache_salt: the one that the session's calls send, if they do.
-        The server keeps the texts as it keeps the session, and clear() erases them, too. A session that is resumed is
-        primed with its history by itself, before its first call, on a server that doesn't know it.
+        the extension gets nothing, and 0 is returned. cache_salt: the salt that the session's calls send, if any.
+        The server keeps the texts as it keeps the session, and clear() erases them, too. Before the first call of a
+        resumed session, the client primes a server that doesn't know it with its history, unasked.
         Raises the OpenAI client's errors, and InvalidInputError for a file that cannot be read.
         """
         self.load()
@@ -329,8 +330,9 @@ class Session(SessionBase, Loops):
     def forecast(self) -> Forecast:
         """Return what speculation would bring on this session's calls, and what it brought where the server said so.
 
-        It replays the answers through the cache that servers with the extension draft from, after those of the client's
-        other sessions. It asks no server, so it works with any. Each call is replayed once: about 10 µs a token.
+        The forecast replays the answers, with those of the client's other sessions, through the cache that servers with
+        the extension draft from. It asks no server, so it works with any. Each call is replayed once: about 10 µs a
+        token.
         """
         self.load()
         return self._client._forecast(self._conversation)
@@ -338,9 +340,9 @@ class Session(SessionBase, Loops):
     def fork(self, new_id: str | None = None, *, at: int | None = None) -> Session:
         """Return a new session that starts with a copy of this one's messages, and is a child of it.
 
-        at: turns to copy; all if None, and all but the last for -1. A turn begins with a user's message. Without an id
+        at: number of turns to copy; None: all; -1: all but the last. A turn begins with a user's message. Without an id
         the new session is kept in memory only. Raises InvalidSessionError if the session `new_id` already has messages,
-        and InvalidInputError for a turn that the session doesn't have.
+        and InvalidInputError if the session has fewer turns.
         """
         self.load()
         other = self._client.session(new_id)
@@ -349,10 +351,10 @@ class Session(SessionBase, Loops):
         return other
 
     def child(self, new_id: str | None = None, *, group: str | None = None) -> Session:
-        """Return a session of its own that this one starts, such as a sub-agent's. It has none of its messages.
+        """Return a new session that this one starts, such as a sub-agent's. It has none of this one's messages.
 
-        The server drafts for it from this session, too. In another process it is resumed by its id; the parent is not
-        stored, so name it there: `client.session(id, parent=…)`.
+        The server drafts for it from this session, too. Another process resumes it by its id, and must name the parent,
+        which is not stored: `client.session(id, parent=…)`.
         """
         return self._client.session(new_id, group=group, parent=self.id)
 

@@ -1,6 +1,6 @@
-"""Make the OpenAI client of an agent's client. Options that cannot work are refused by name, and no error quotes a key.
+"""Make the OpenAI client of an agent's client, and refuse options that cannot work by name, without quoting a key.
 
-The HTTP client would refuse them at the first call, as "Connection error", with the key in the traceback.
+The HTTP client would refuse these options at the first call, as "Connection error", with the key in the traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentspec.errors import ConfigurationError
 T = TypeVar("T")
 
 _BROKEN = frozenset({"ReadError", "RemoteProtocolError"})
-"""Names of the HTTP client's errors once it is connected. The OpenAI client uses httpx or httpx2."""
+"""Names of the HTTP client's errors after it has connected; names, because it is httpx or httpx2."""
 
 
 class ConnectionOptions(TypedDict, total=False):
@@ -47,7 +47,7 @@ class AsyncClientOptions(ConnectionOptions, total=False):
 
 
 def connect(make: Callable[..., T], base_url: str | None, api_key: str | None, options: Mapping[str, Any]) -> T:
-    """Return an OpenAI client, which replaces None by its environment variables.
+    """Return an OpenAI client, which takes options that are None from its environment variables.
 
     make: openai.OpenAI or openai.AsyncOpenAI. With a base_url but no key it gets a placeholder key, because it insists
     on one. Raises ConfigurationError or InvalidInputError, which name the option or variable that cannot work.
@@ -70,7 +70,7 @@ def connect(make: Callable[..., T], base_url: str | None, api_key: str | None, o
         api_key = "EMPTY"
     try:
         return make(**{**options, "base_url": base_url, "api_key": api_key})
-    except OSError as error:  # HTTPX reads the authorities' certificates
+    except OSError as error:  # HTTPX reads certificates of authorities at this point
         named = {name: os.environ[name] for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(name)}
         if not named:
             raise
@@ -105,7 +105,7 @@ def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[N
         )
         raise
     except openai.NotFoundError as error:
-        if connection.base_url.path in ("", "/"):  # no error about a model: nothing reads one there
+        if connection.base_url.path in ("", "/"):  # no server reads a model's name there, so the address is wrong
             error.add_note(f"agentspec: most servers answer below /v1: give {_address_of(connection)}/v1 as base_url")
         raise
 
@@ -115,12 +115,12 @@ def _address_of(connection: openai.OpenAI | openai.AsyncOpenAI) -> str:
 
 
 def check_address(name: str, given: object) -> None:
-    """Raise ConfigurationError, which names the option, unless it is the address of an HTTP server."""
+    """Raise ConfigurationError, which names the option, unless its value is the address of an HTTP server."""
     text = str(given)
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # its port is no number, or its IPv6 address none
+    except ValueError:  # the port is not a number, or the IPv6 address not valid
         usable = False
     if not usable or isinstance(given, bytes) or not text.isprintable() or " " in text:
         raise ConfigurationError(

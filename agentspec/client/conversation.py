@@ -43,9 +43,9 @@ class Conversation:
     """Keep a history that grows by whole turns, so that a call that fails leaves it unchanged.
 
     id: the session's id; "" for calls without a session. parent: id of the session that started it.
-    loaded: whether the stored messages have been read; True for a new session, which has none. unsaved: the set that
-    this conversation is in while it has messages that can be stored only once the stored ones have been read. erasures:
-    list of what the server has to erase with the session.
+    loaded: whether the stored messages have been read; True for a new session, which has none. unsaved: set of
+    conversations with messages that cannot be stored before the stored ones have been read; this one enters and leaves
+    it by itself. erasures: list of what the server has to erase with the session.
     """
 
     def __init__(
@@ -62,19 +62,20 @@ class Conversation:
         self.id = session
         self.group = group
         self.parent = parent
-        self.helpers_begin = f"{session[:200]}.{uuid.uuid4().hex[:8]}"  # beginning of ids that nobody else uses
+        self.helpers_begin = f"{session[:200]}.{uuid.uuid4().hex[:8]}"  # beginning of its helpers' ids, unique
         self.loaded = new
         self.resumed = 0  # messages that came from the store
-        self.server_told = False  # whether a server was told of those messages
+        self.server_told = False  # whether the server was primed with those messages
         self._log = log
         self._erasures = ErasureList() if erasures is None else erasures
         self._unsaved = set[Conversation]() if unsaved is None else unsaved
         self._history: list[Said] = []
         self._next_position = 0
         self._view = ClientView(session)
-        self._guard = threading.RLock()  # the garbage collector may close a stream in a thread that holds it
+        # Reentrant, because the garbage collector may close a stream in a thread that holds the lock.
+        self._guard = threading.RLock()
         self._load_lock = threading.Lock()
-        self._holder: object = None  # who has reserved the session: a call, a loop, or nobody
+        self._holder: object = None  # the call or loop that has reserved the session; None: it is free
         self._answerer: object = None  # the loop that runs, or ran, the latest tool calls
 
     def load(self, on_unavailable: OnUnavailable = "raise") -> None:
@@ -100,7 +101,7 @@ class Conversation:
         self._report_gaps()
 
     def reload(self) -> None:
-        """Read the stored messages again, and drop those that are not stored. May block. Raises StoreError."""
+        """Read the stored messages again, and drop messages that are not stored. May block. Raises StoreError."""
         with self._load_lock, self.reserved():
             stored = self._read()
             with self._guard:
@@ -132,7 +133,7 @@ class Conversation:
         """Append messages between calls. answered: id of the tool call that they answer.
 
         Raises SessionBusyError during a call, SessionConflictError, and InvalidInputError if no call waits for such an
-        answer. In a session that is not loaded, stored messages may have the call.
+        answer. A session that is not loaded takes any answer, because its stored messages may have the call.
         """
         with self._guard:
             self._refuse_if_busy()
@@ -143,10 +144,10 @@ class Conversation:
             self._append(messages)
 
     def change_last(self, change: Callable[[dict[str, Any]], Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
-        """Put the messages that ``change`` returns in the place of the latest one, here and in the store. May block.
+        """Replace the latest message by those that ``change`` makes of it, here and in the store. May block.
 
         Returns the former message, or None if there is none. The store does it in one step. Raises StoreError and
-        SessionConflictError; nothing was changed then, unless the store did and could not say so.
+        SessionConflictError. Nothing has changed then, unless the store has made the change and its answer was lost.
         """
         with self._load_lock, self.reserved():
             with self._guard:
@@ -170,11 +171,11 @@ class Conversation:
                 self.loaded = True
 
     def add_helper(self, session: str) -> None:
-        """Note a session that a loop of this one uses: it is erased with this one. Only the latest are remembered."""
+        """Note a session that a loop of this one uses, to be erased with this one. Only the latest are remembered."""
         self._erasures.add_helper(self.id, session)
 
     def add_salt(self, cache_salt: str) -> None:
-        """Note a salt that a call sends: with it the server has another session, which is erased with this one."""
+        """Note a salt that a call sends. It makes another session on the server, which is erased with this one."""
         if self.id:
             self._erasures.add_salt(self.id, cache_salt)
 
@@ -191,9 +192,9 @@ class Conversation:
     def copy_to(self, other: Conversation, turns: int | None = None) -> None:
         """Copy the history, or its first turns, to another, loaded conversation, and become its parent.
 
-        turns: number of first turns to copy; a negative number leaves out as many of the last; None: all. Blocks while
-        a long history is stored. Raises InvalidSessionError if the other is not empty, SessionBusyError if it is in a
-        call, and InvalidInputError if there are fewer turns.
+        turns: number of first turns to copy; a negative number leaves out that many of the last; None: all. Blocks
+        while a long history is stored. Raises InvalidSessionError if the other is not empty, SessionBusyError if it is
+        in a call, and InvalidInputError if there are fewer turns.
         """
         with self._guard:
             history, next_position = copy.deepcopy(self._history), self._next_position
@@ -202,7 +203,7 @@ class Conversation:
             next_position = history[-1].position + 1 if history else 0
         with other._guard:
             if other is not self:
-                other._refuse_if_busy()  # its call would add an answer that knows nothing of these messages
+                other._refuse_if_busy()  # its call would add an answer that was given without these messages
             if other._history or other is self:
                 raise InvalidSessionError(f"new_id: session {other.id!r} has messages already; take another id")
             other._history, other._next_position = history, next_position
@@ -230,9 +231,10 @@ class Conversation:
 
     @contextmanager
     def reserved(self, holder: object = None) -> Generator[None, None, None]:
-        """Reserve the session while the block runs, or until `release(holder)`: no call begins.
+        """Reserve the session while the block runs, or until `release(holder)`, so that no call begins.
 
-        Raises SessionBusyError if it is reserved already.
+        holder: object that stands for the call or loop; None: a new one. Raises SessionBusyError if the session is
+        reserved already.
         """
         holder = holder or object()
         with self._guard:
@@ -245,7 +247,7 @@ class Conversation:
 
     @contextmanager
     def undone_if_interrupted(self) -> Generator[None, None, None]:
-        """Take back what the block adds if it is cancelled or gets Ctrl-C. Use it while the session is reserved."""
+        """Take back the block's messages if it is cancelled or gets Ctrl-C. Use it while the session is reserved."""
         with self._guard:
             count, position, holder = len(self._history), self._next_position, self._holder
         try:
@@ -254,7 +256,7 @@ class Conversation:
             raise
         except BaseException:
             with self._guard:
-                self._holder = holder  # a loop has no calls to answer now
+                self._holder = holder  # with the answer its tool calls are gone, so no loop holds the session for them
                 if self._next_position > position or len(self._history) > count:
                     del self._history[count:]
                     self._next_position = position
@@ -275,12 +277,12 @@ class Conversation:
         """
         try:
             self._answer_calls(answerer, answers, otherwise)
-        except BaseException:  # Ctrl-C in between must not leave the session with calls that nobody answers
+        except BaseException:  # Ctrl-C in between must not leave the session with unanswered calls
             self._answer_calls(answerer, answers, otherwise)
             raise
 
     def _answer_calls(self, answerer: object, answers: Mapping[int, str], otherwise: str) -> None:
-        """Append the answers, also after an attempt that was cut off: a message that is stored twice is read once."""
+        """Append the answers. A second attempt, if the first was cut off, is safe: repeated messages are read once."""
         with self._guard:
             if self._holder is not answerer:
                 return
@@ -312,7 +314,7 @@ class Conversation:
             )
 
     def _replace_history(self, stored: Stored | None) -> None:
-        """Replace the history by the stored one. None: the stored one is not known, so the history is empty."""
+        """Replace the history by the stored one; by an empty one for None, which stands for an unknown one."""
         self._view = ClientView(self.id, known=False) if stored is None else ClientView(self.id, stored.last)
         stored = stored or Stored()
         self._history, self._next_position = list(stored.history), stored.next_position
@@ -343,7 +345,7 @@ class Conversation:
             raise InvalidInputError(f"tool_call_id: {shown(tool_call_id)} {why}; session {self.id!r} has {rest}")
 
     def _tool_calls(self) -> tuple[set[object], dict[object, object]]:
-        """Return the ids of all tool calls, and of those that wait for an answer with the names of their tools."""
+        """Return the ids of all tool calls, and the tools' names by the ids of calls that wait for an answer."""
         known, waiting = set[object](), dict[object, object]()
         for _, message in self._history:
             if message["role"] == "tool":

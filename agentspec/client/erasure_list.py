@@ -1,4 +1,4 @@
-"""Remember what a server has to erase beside a session's own text."""
+"""Remember the other sessions that a server has to erase with a session."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _MAX_NAMES = 1_000  # salts of a session, and helpers
 class ErasureList:
     """Hold the cache salts and helper sessions of a client's sessions by session id. Thread-safe.
 
-    They stay when the session's object goes, because a later one may clear the session. A salt makes another session on
-    the server; helpers are the sessions that a session's loops use. The latest 10,000 sessions that have any are
-    remembered, and of each the latest 1,000 salts and helpers.
+    A salt makes another session on the server. Helpers are the sessions that a session's loops use. They are remembered
+    longer than the Session object lives, because a later one may clear the session: for the latest 10,000 sessions that
+    have any, and of each the latest 1,000 salts and the latest 1,000 helpers.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Forecast what speculation would bring on a client's sessions, by the cache that servers draft from."""
+"""Forecast what speculation would bring on a client's sessions, with the cache that servers draft from."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _MAX_TOKEN_ID = 2**31 - 1
 class Forecast(DraftRates):
     """Hold what speculation would bring on the calls of a session, and what it brought where that is known.
 
-    calls: model calls of the session that were replayed. Those since the last forecast are remembered up to 64 MiB, of
+    calls: model calls of the session that were replayed. Calls since the last forecast wait in memory, up to 64 MiB for
     all sessions together; beyond that the oldest are missing. tokens: tokens of their answers. steps: decode steps,
     each of which gives its accepted tokens and one more. drafted, accepted: draft tokens verified and accepted.
-    accepted_by_source: `accepted` by the source of the token. tokens_from: who made the tokens: the "server", a
+    accepted_by_source: `accepted` by the source of the token. tokens_from: where the tokens come from: the "server", a
     "tokenizer", or an "approximation" of one. measured: the sum of the servers' own figures; None without any.
-    measured_calls: how many of the calls `measured` is about.
+    measured_calls: number of calls that `measured` adds up.
     """
 
     calls: int
@@ -72,7 +72,7 @@ class _SessionFigures:
     measured: Speculation | None = None
     measured_calls: int = 0
     seen: int = 0
-    """Answers at the beginning of the session's history that were replayed, or that are no calls of it (a fork's)."""
+    """Answers at the beginning of the history that were replayed already, or that a fork copied from its parent."""
 
     def add(self, found: Figures) -> None:
         """Add the figures of a replayed call."""
@@ -93,8 +93,8 @@ class _SessionFigures:
 class _PendingCall:
     """Hold one model call that was not replayed yet.
 
-    sent: its messages, of which the first `resumed` came from the store. tokens: those of prompt and answer, if the
-    server sent them. size: about the bytes that only this object holds.
+    sent: its messages, of which the first `resumed` came from the store. tokens: token ids of prompt and answer, if the
+    server sent them. measured: the server's own figures. size: about the bytes of memory that only this object holds.
     """
 
     session: str
@@ -108,11 +108,11 @@ class _PendingCall:
 
 
 class Forecaster:
-    """Replay a client's calls in their order, when somebody asks for a forecast.
+    """Replay a client's calls in their order when a forecast is asked for.
 
     tokenizer: "server" takes the token ids that vLLM sends with its answers. A tokenizer.json, a model's folder or
-    name, or a function from text to token ids tokenises what the sessions say; None approximates that.
-    max_bytes: limit of the calls that wait for a forecast; the oldest are forgotten beyond it.
+    name, or a function from text to token ids tokenises the messages; None approximates that.
+    max_bytes: memory of the calls that wait for a forecast; beyond it the oldest are forgotten.
     Raises ConfigurationError if the tokenizer cannot be loaded. Any thread may call the methods.
     """
 
@@ -128,7 +128,7 @@ class Forecaster:
         encode = _loaded(tokenizer) if isinstance(tokenizer, str) and tokenizer != "server" else tokenizer
         self._texts = _TokenisedTexts(encode if callable(encode) else approximate_tokens)
         self._max_bytes = max_bytes
-        self._noting = threading.Lock()  # guards what waits; never held during a replay, which takes seconds
+        self._noting = threading.Lock()  # guards `_pending`; never held during a replay, which takes seconds
         self._pending: deque[_PendingCall] = deque()
         self._pending_bytes = 0
         self._replaying = threading.Lock()  # guards everything else
@@ -183,7 +183,7 @@ class Forecaster:
             )
 
     def forget(self, sessions: Iterable[str]) -> None:
-        """Erase what is held of sessions. Waits for a forecast that is being made."""
+        """Erase all that is held of these sessions. Waits for a forecast that is being made."""
         gone = set(sessions)
         with self._replaying:
             with self._noting:
@@ -199,7 +199,7 @@ class Forecaster:
         """Replay the calls that wait, oldest first. An error, such as the tokenizer's, costs that call alone."""
         for _ in range(len(self._pending)):
             with self._noting:
-                if not self._pending:  # others were noted meanwhile, which took all the room
+                if not self._pending:  # calls that were noted meanwhile have pushed out all that waited
                     return
                 call = self._pending.popleft()
                 self._pending_bytes -= call.size
@@ -216,9 +216,9 @@ class Forecaster:
             figures.add_measured(call.measured)
 
     def _figures_of(self, session: str, group: str | None, resumed: Sequence[Mapping[str, Any]]) -> _SessionFigures:
-        """Return a session's figures. They include calls by other clients whose messages were read from the store.
+        """Return a session's figures, after a replay of the answers to other clients that were read from the store.
 
-        The server's tokens of such calls are not known.
+        With the server's tokens these answers are left out, because the store does not have their tokens.
         """
         figures = self._sessions.setdefault(session, _SessionFigures())
         self._sessions.move_to_end(session)
@@ -253,7 +253,7 @@ class Forecaster:
 
 
 class _TokenisedTexts:
-    """Remember the tokens of texts, which come again in each call of a session."""
+    """Tokenise texts, and remember their tokens, because each call of a session repeats the texts before."""
 
     def __init__(self, encode: Tokenize) -> None:
         self._encode = encode
@@ -285,7 +285,7 @@ class _TokenisedTexts:
 
 
 def approximate_tokens(text: str) -> list[int]:
-    """Return about as many tokens as usual tokenizers make of a text; equal pieces have equal ids."""
+    """Return token ids for a text, about as many as usual tokenizers make. Equal pieces of text have equal ids."""
     return [zlib.crc32(piece.encode()) % _MAX_TOKEN_ID for piece in _PIECE.findall(text)]
 
 
@@ -319,12 +319,12 @@ def _answers(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _header(role: object) -> str:
-    """Return what a chat template writes before a message, roughly."""
+    """Return roughly the text that a chat template writes before a message."""
     return f"<|{role}|>\n"
 
 
 def _in_prompt(message: Mapping[str, Any]) -> str:
-    """Return a message as it stands in a prompt."""
+    """Return roughly the text that a chat template makes of a message in a prompt."""
     return f"{_header(message['role'])}{_spoken(message)}\n"
 
 

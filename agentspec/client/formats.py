@@ -1,4 +1,4 @@
-"""Check response formats, and ask for pydantic models where the OpenAI client won't: beside loose tools."""
+"""Check response formats, and send a pydantic model's schema where the OpenAI client won't: beside loose tools."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_response_format(given: object) -> None:
 
 
 def has_loose_tools(tools: object) -> bool:
-    """Return whether a call has tools beside which the OpenAI client parses no answer: those that aren't strict."""
+    """Return whether a call has tools that aren't strict, beside which the OpenAI client parses no answer."""
     return isinstance(tools, list | tuple) and any(not _is_strict(tool) for tool in tools)
 
 

@@ -1,4 +1,4 @@
-"""Describe the loops as generators of steps (`steps`), once for both threads and asyncio.
+"""Define the loops as generators of steps (`steps`), once for both threads and asyncio.
 
 An error or interrupt that ends a loop early closes its generator, which frees the session.
 """
@@ -36,9 +36,9 @@ from agentspec.errors import AgentSpecError, InvalidInputError, SessionBusyError
 class Stage:
     """Describe one stage of a pipeline: a sub-agent with a session of its own.
 
-    name: what its attempts are called. prompt: text that is put before the stage's input, or a function that makes the
-    message of it. system: the stage's system message. critic, attempts: refine the stage's answer, as
-    `Session.refine` does. options: options of its calls, above those of the pipeline.
+    name: name of its attempts. prompt: text that is put before the stage's input, or a function that makes the message
+    from the input. system: the stage's system message. critic, attempts: refine the stage's answer, as `Session.refine`
+    does. options: options of its calls, which win over the pipeline's.
     Raises InvalidInputError for fields that cannot be used.
     """
 
@@ -81,7 +81,7 @@ def refine(
     stage: str | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Steps[Stopped]:
-    """Refine an answer. Returns why that ended. stage: name of a pipeline's stage, whose answer must have a text."""
+    """Refine an answer. Returns why the loop ended. stage: name of a pipeline's stage, whose answer needs a text."""
     check_count("attempts", attempts)
     check_function("critic", critic)
     content = task
@@ -102,7 +102,7 @@ def refine(
 
 
 def best_of(session: Any, account: Account, task: Content, n: int, reward: Any, at_once: int) -> Steps[Stopped]:
-    """Add the best of n answers to the session. Returns why that ended."""
+    """Add the best of n answers to the session. Returns why the loop ended."""
     check_count("n", n)
     check_count("at_once", at_once)
     if not callable(reward):
@@ -141,7 +141,7 @@ def best_of(session: Any, account: Account, task: Content, n: int, reward: Any, 
 def run_tools(
     session: Any, account: Account, task: Content | None, box: ToolBox, attempts: int, at_once: int
 ) -> Steps[Stopped]:
-    """Answer the model's tool calls until it makes none. Returns why that ended."""
+    """Answer the model's tool calls until it makes none. Returns why the loop ended."""
     check_count("attempts", attempts)
     check_count("at_once", at_once)
     answerer = object()
@@ -156,7 +156,7 @@ def run_tools(
                     [_call_tool(account, box, runs, index, call) for index, call in enumerate(calls)], at_once
                 )
                 attempt = replace(attempt, tools=tuple(runs[index] for index in range(len(calls))))
-        finally:  # the API refuses a history with unanswered calls; a lost reply may have left some, too
+        finally:  # the API refuses a history with unanswered calls, which a reply that was lost may have left, too
             answers = {index: run.answer for index, run in list(runs.items())}
             session._conversation.answer_calls(answerer, answers, "error: cancelled before it ended")
         account.record(attempt)
@@ -170,7 +170,7 @@ def run_tools(
 
 
 def pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage]) -> Steps[Stopped]:
-    """Pass the task through the stages. Returns why that ended."""
+    """Pass the task through the stages. Returns why the loop ended."""
     if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, Stage) for stage in stages):
         raise InvalidInputError(f"stages: a list of Stage, one at least, is needed, not {shown(stages)}")
     if not isinstance(task, str):
@@ -191,7 +191,7 @@ def pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage])
             attempts = stage.attempts if stage.critic is not None else 1
             try:
                 content = _message("prompt", (yield Apply(stage.content, (text,), seconds=account.seconds_left)))
-            except Exception as error:  # the caller's function; the stages so far must not be lost
+            except Exception as error:  # the caller's function may raise anything; the stages so far must not be lost
                 account.record(Attempt(stage.name, len(account.attempts) + 1, error=error))
                 return account.why_failed()
             stopped = yield from refine(child, account, content, stage.critic, attempts, stage.name, stage.options)
@@ -212,9 +212,10 @@ def _ask(
     chat: Any = None,
     among: int = 1,
 ) -> Steps[Attempt[Any]]:
-    """Call the model. Returns the attempt, with the call's error if it failed. chat: by default the session's.
+    """Call the model. Returns the attempt, with the call's error if it failed.
 
-    Raises BudgetSpentError before the call, and the errors of wrong use.
+    chat: method that makes the call; None: the session's own. among: number of calls that share the budget's tokens.
+    Raises BudgetSpentError before the call, and InvalidInputError and SessionBusyError for wrong use.
     """
     begin, reply, refused = time.monotonic(), None, False
     call = account.begin(options, among)
@@ -224,7 +225,7 @@ def _ask(
     except (InvalidInputError, SessionBusyError):
         refused = True
         raise
-    except Exception as error:  # a client of any kind may fail in any way, and the other attempts count
+    except Exception as error:  # the call may fail in any way; the other attempts must not be lost
         refused = isinstance(error, openai.APIStatusError)
         return Attempt(name, call.number, error=error, seconds=time.monotonic() - begin)
     finally:
@@ -243,22 +244,22 @@ def _chat(
 def _judge(
     account: Account, attempt: Attempt[Any], judge: Any, name: str, read: Callable[[Any], Any]
 ) -> Steps[Attempt[Any]]:
-    """Return the attempt with what `judge` says of it in the field `name`, or with the error that it raised.
+    """Return the attempt with the verdict of `judge` in the field `name`, or with the error that `judge` raised.
 
-    read: makes the field's value of what `judge` returned.
+    read: function that makes the field's value from the result of `judge`.
     """
     if attempt.error is not None:
         return attempt
     begin = time.monotonic()
     try:
         found = {name: read((yield Apply(judge, (attempt.reply,), seconds=account.seconds_left)))}
-    except Exception as error:  # the caller's function; its attempts so far must not be lost
+    except Exception as error:  # the caller's function may raise anything; the attempts so far must not be lost
         found = {"error": error}
     return replace(attempt, seconds=attempt.seconds + time.monotonic() - begin, **found)
 
 
 def _with_text(attempt: Attempt[Any], stage: str) -> Attempt[Any]:
-    """Return the attempt; with an error if its answer has no text, such as a refusal."""
+    """Return the attempt, with an error if its answer has no text, as a refusal has none."""
     if attempt.reply is None or attempt.error is not None or attempt.reply.text.strip():
         return attempt
     refusal = attempt.reply.message.get("refusal")
@@ -267,7 +268,7 @@ def _with_text(attempt: Attempt[Any], stage: str) -> Attempt[Any]:
 
 
 def _feedback(found: Any) -> Any:
-    """Return a critic's objection; None if it has none. Raises InvalidInputError if the model cannot be told it."""
+    """Return a critic's objection; None if it has none. Raises InvalidInputError if it cannot be a message."""
     return _message("critic", found, "or None if the answer is good, ") if found else None
 
 

@@ -20,8 +20,8 @@ from agentspec.client.tools import Tool, ToolBox
 class Loops:
     """Give a Session its loops, which take the options of chat() besides their own.
 
-    budget: what the loop may spend in all. on_progress: called after each attempt.
-    An error of a call, a critic, a reward, a tool or a stage's prompt is kept in the result; `stopped` is then "error"
+    budget: limits of the whole loop. on_progress: function that is called after each attempt.
+    The result keeps an error of a call, a critic, a reward, a tool or a stage's prompt; `stopped` is then "error"
     unless the loop could go on. KeyboardInterrupt and errors of on_progress end the loop, and leave the session usable.
     """
 
@@ -60,7 +60,7 @@ class Loops:
         """Let the model answer n times, `at_once` calls at a time, and keep the answer of the highest reward.
 
         The answers know nothing of each other, but the server drafts each from the others. Only the best becomes part
-        of the session. It is there if any answer has a reward; the errors of the others are in their attempts.
+        of the session. There is a best answer if any answer has a reward; the errors of others are in their attempts.
         """
         account = Account(budget, on_progress, response_format, options)
         return run_loop(account, best_of(self, account, task, n, reward, at_once))
@@ -80,9 +80,9 @@ class Loops:
         """Let the model call functions until it answers without a call, or has answered `attempts` times.
 
         tools: functions; their names, docstrings and annotated parameters describe them to the model. `at_once` of the
-        calls in one answer run at a time. What a tool raises is told to the model, and so are arguments that do not
-        fit. Each tool call in the session gets an answer, also if the loop is cancelled. While tools run, the session
-        takes no other call and no message.
+        calls in one answer run at a time. The model is told if a tool raises an error or its arguments do not fit. Each
+        tool call in the session gets an answer, also if the loop is cancelled. While tools run, the session takes no
+        other call and no message.
         """
         account = Account(budget, on_progress, response_format, options)
         return run_loop(account, run_tools(self, account, task, ToolBox(tools), attempts, at_once))
@@ -107,8 +107,8 @@ class Loops:
 class AsyncLoops:
     """Give an AsyncSession the loops of `Loops`.
 
-    Critics, rewards, tools and prompts may be asynchronous; those that are not run in threads. Cancelling the task ends
-    a loop, and leaves the session usable.
+    Critics, rewards, tools and prompts may be asynchronous functions; other functions run in threads. Cancelling the
+    task ends a loop, and leaves the session usable.
     """
 
     async def refine(

@@ -13,7 +13,7 @@ from agentspec.errors import InvalidInputError
 
 T = TypeVar("T")
 
-_DEEPEST = 200  # levels of a message: it is copied and encoded by functions that call themselves
+_DEEPEST = 200  # most levels of a message, because recursive functions copy and encode it
 
 MessageLike: TypeAlias = Mapping[str, object] | ChatCompletionMessage
 """One chat message: a dict in the API's form, or the OpenAI client's message object."""
@@ -41,7 +41,7 @@ def as_messages(content: Content) -> list[dict[str, Any]]:
 def as_message(message: object) -> dict[str, Any]:
     """Return a copy of one message as a plain dict.
 
-    Raises InvalidInputError if it has no role, and for what no request can carry: text that is not UTF-8, bytes.
+    Raises InvalidInputError if it has no role, or a part that no request can carry: text that is not UTF-8, bytes.
     """
     if isinstance(message, ChatCompletionMessage):
         return assistant_message(message)
@@ -56,7 +56,7 @@ def as_message(message: object) -> dict[str, Any]:
 def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
     """Return the model's message in the form for the next request.
 
-    It keeps only the fields that the API defines for a request. Strict servers reject the others (annotations,
+    The message keeps only the fields that the API defines for a request. Strict servers reject the others (annotations,
     reasoning text, nulls); the reply's `raw` has them all.
     """
     kept: dict[str, Any] = {"role": "assistant"}
@@ -68,7 +68,7 @@ def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
         kept["refusal"] = encodable(message.refusal)
     if message.audio is not None:
         kept["audio"] = {"id": message.audio.id}
-    if message.function_call is not None:  # what servers send for the old option `functions`
+    if message.function_call is not None:  # servers send it for the old option `functions`
         call = message.function_call
         kept["function_call"] = {"name": encodable(call.name or ""), "arguments": encodable(call.arguments or "{}")}
     if message.tool_calls:
@@ -77,7 +77,7 @@ def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
 
 
 def tool_message(tool_call_id: str, content: str | Sequence[Mapping[str, object]]) -> dict[str, Any]:
-    """Return a tool's answer to the call with this id. Raises InvalidInputError without an id, a text or its parts."""
+    """Return a tool's answer to the call with this id. Raises InvalidInputError without an id, or a text or parts."""
     if not isinstance(tool_call_id, str) or not tool_call_id:
         raise InvalidInputError("tool_call_id: the id of one of the reply's tool_calls is needed")
     if not isinstance(content, str | list | tuple):  # a list holds content parts
@@ -90,11 +90,11 @@ def tool_message(tool_call_id: str, content: str | Sequence[Mapping[str, object]
 
 
 def encodable(text: T) -> T:
-    """Return a text with surrogate pairs joined, and with halves of them written out, such as \\udce9.
+    """Return a text with surrogate pairs joined, and with single halves of them written out, such as \\udce9.
 
-    Python makes halves of bytes that are not UTF-8, as in names of files; some gateways divide a pair between two
-    chunks of a stream. No request can carry them: the session that holds one could never be sent again. Any other value
-    than a string stays as it is.
+    Python makes such halves from bytes that are not UTF-8, as in names of files, and some gateways divide a pair
+    between two chunks of a stream. No request can carry a half, so a session that held one could never be sent again. A
+    value that is not a string stays as it is.
     """
     if not isinstance(text, str):
         return text
@@ -109,9 +109,8 @@ def encodable(text: T) -> T:
 def _plain(value: object, depth: int = 0) -> Any:
     """Return a copy of a message's part, as JSON has it. A pydantic object, such as a tool call, becomes a dict.
 
-    depth: of the part in its message.
-    Raises InvalidInputError for a value that no request and no store can carry: the session would lose it, or be
-    unusable.
+    depth: how deep the part lies in its message. Raises InvalidInputError for a value that no request and no store can
+    carry: the session would lose it, or become unusable.
     """
     if isinstance(value, str):
         check_text("message", value)
@@ -134,7 +133,7 @@ def _plain(value: object, depth: int = 0) -> Any:
 
 
 def check_text(field: str, value: str) -> None:
-    """Raise InvalidInputError for a text that no request can carry, as the session would not be usable afterwards."""
+    """Raise InvalidInputError for a text that no request can carry: the session would become unusable with it."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -150,12 +149,12 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
         key: encodable(value) for key, value in (call.get(kind) or {}).items() if key in ("name", "arguments", "input")
     }
     if kind == "function":
-        body.setdefault("arguments", "{}")  # some servers send none, and none takes a call without
+        body.setdefault("arguments", "{}")  # some servers send no arguments, but no server takes a call without them
     return {"id": call["id"], "type": kind, kind: body}
 
 
 def shown(value: object) -> str:
-    """Return how an error quotes a value."""
+    """Return a value as an error quotes it, in 80 characters at most."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no whole number of more than 4,300 digits

@@ -1,4 +1,4 @@
-"""Refuse options by name that cannot work: the OpenAI client and the HTTP client name none in their errors."""
+"""Refuse options that cannot work, by name: errors of the OpenAI client and the HTTP client don't name the option."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_timeout(timeout: object) -> None:
     if isinstance(timeout, openai.Timeout):
         parts: Sequence[object] = (timeout.connect, timeout.read, timeout.write, timeout.pool)
     else:
-        parts = timeout if isinstance(timeout, tuple) and timeout else (timeout,)  # HTTPX's form of one
+        parts = timeout if isinstance(timeout, tuple) and timeout else (timeout,)  # HTTPX takes a tuple, too
     longest = threading.TIMEOUT_MAX
     if not all(part is None or (_is_number(part) and 0 < part <= longest) for part in parts):
         raise InvalidInputError(
@@ -40,10 +40,10 @@ def check_timeout(timeout: object) -> None:
 
 @contextmanager
 def options_named(request: Mapping[str, Any]) -> Iterator[None]:
-    """Raise InvalidInputError, which names the option, where the block fails because a value has no form in JSON.
+    """Raise InvalidInputError, which names the option, if the block fails because a value has no form in JSON.
 
-    An error about an option that the OpenAI client doesn't have gets a note: servers' own options have another place.
-    request: arguments of the OpenAI client's call, whose own error names the type alone.
+    The OpenAI client's own error names the value's type alone. An error about an option that the OpenAI client doesn't
+    have gets a note that says where to put it. request: arguments of the OpenAI client's call.
     """
     try:
         yield
@@ -75,7 +75,7 @@ def _known_options() -> frozenset[str]:
 
 
 def _has_json(value: object) -> bool:
-    """Return whether JSON has a form for a value, as far as can be said without the OpenAI client."""
+    """Return whether a value has a form in JSON, as far as can be told without asking the OpenAI client."""
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False, default=_sent).encode()
     except (TypeError, ValueError, RecursionError):
@@ -84,7 +84,7 @@ def _has_json(value: object) -> bool:
 
 
 def _sent(value: object) -> object:
-    """Return what the OpenAI client sends for a value that `json` does not know."""
+    """Return the value that the OpenAI client sends for one that `json` does not know. Raises TypeError for others."""
     if isinstance(value, openai.NotGiven | openai.Omit):
         return None
     if isinstance(value, pydantic.BaseModel):
@@ -118,7 +118,7 @@ def check_headers(option: str, headers: Mapping[object, object]) -> None:
 
 
 def check_header_value(name: str, value: object, remedy: str = "strip() what was read from a file") -> None:
-    """Raise InvalidInputError, which names the option, for what no header can carry. The value may be a key."""
+    """Raise InvalidInputError, which names the option, for a value that no header can carry. It may be a secret key."""
     if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
         raise InvalidInputError(
             f"{name}: a text of ASCII characters is needed, without line breaks and without spaces around it; {remedy}"

@@ -1,9 +1,9 @@
 """Write a client's messages to its store in a thread, and notice when another client wrote to the same session.
 
 A turn is one append: all of its messages or none. An append states the last entry that this client knows of the
-session, and fails if there are others behind it. While the store is away or behind, turns wait: up to a limit, which
-does not count the largest of them and the one that is being written, so that a turn of any size is stored. Beyond it
-the session that has most waiting loses its oldest turn. Readers see a gap there.
+session, and fails if there are others behind it. While the store is away or behind, turns wait, up to a limit in bytes.
+It does not count the largest turn and the one that is being written, so that a turn of any size is stored. Beyond the
+limit the session that has most waiting loses its oldest turn. Readers see a gap there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_BYTES = 64 << 20
 def read_session(store: Store, session: str) -> Stored:
     """Read a session's messages, oldest first, without those that were taken back.
 
-    Damaged records leave a gap; repeated ones count once.
+    A damaged record leaves a gap; a repeated one counts once.
     """
     history: list[Said] = []
     position, last = 0, None
@@ -50,7 +50,7 @@ def read_session(store: Store, session: str) -> Stored:
         if isinstance(record, MessageRecord):
             behind = record.position is not None and record.position < position
             if behind and Said(record.position or 0, record.message) in history:
-                continue  # see redis_store.py
+                continue  # Redis may bring a record back after a crash: see redis_store.py
             position = max(position, record.position or 0)
             history.append(Said(position, record.message))
         position += 1
@@ -59,9 +59,9 @@ def read_session(store: Store, session: str) -> Stored:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """Hold messages to append, or none to check only whether another client wrote to the session.
+    """Hold messages to append; without any, only check whether another client wrote to the session.
 
-    tried: whether the store may have it, because only the answer to an append of it may have been lost.
+    tried: whether an append failed of which only the answer may have been lost, so that the store may have it.
     """
 
     view: ClientView
@@ -81,8 +81,8 @@ class _Write:
 class Outbox:
     """Append messages in a thread that starts with the first of them.
 
-    store: returns the store, and opens it if need be; may raise anything. max_bytes: limit of the turns that wait,
-    beside the largest one and the one that is being written.
+    store: function that returns the store, and opens it if need be; may raise anything. max_bytes: limit of the turns
+    that wait, beside the largest one and the one that is being written.
     """
 
     def __init__(self, store: Callable[[], Store], max_bytes: int = _MAX_BYTES) -> None:
@@ -90,17 +90,17 @@ class Outbox:
         self._max_bytes = max_bytes
         self._queue: deque[_Write] = deque()
         self._bytes = 0  # of the queue
-        self._dropped = 0  # messages, since the store was last heard of
+        self._dropped = 0  # messages dropped since the store last answered
         self._current: _Write | None = None
         self._changed = threading.Condition()  # guards the queue; never held during a call to the store
         self._calling = threading.Lock()  # held during the thread's calls to the store
         self._thread: threading.Thread | None = None
         self._deadline: float | None = None
         self._failures = 0
-        self._away = False  # whether it was logged that the store is
+        self._away = False  # whether a warning was logged that the store is away
         self._refusal_logged = False
-        self._slow = False  # the latest call took longer than WAIT_S
-        self._hurried = False  # somebody waits, so the pause after a failure ends
+        self._slow = False  # whether the latest call took longer than WAIT_S
+        self._hurried = False  # whether a caller waits, so that the pause after a failure ends
 
     def put(self, view: ClientView, said: list[Said], cut: int | None = None) -> None:
         """Queue the messages of one turn. Never blocks, never raises. cut: as for `SessionLog.append`."""
@@ -109,7 +109,7 @@ class Outbox:
     def put_now(self, view: ClientView, said: list[Said], cut: int | None, timeout: float) -> None:
         """Store the messages of one turn behind those queued for the session. Blocks.
 
-        A store that is away is tried once more: it may have written them, and only its answer was lost.
+        If the store is away, try once more: it may have written the messages, and only its answer was lost.
 
         Raises StoreError if the store fails or is not reached within ``timeout`` seconds, and SessionConflictError.
         """
@@ -137,7 +137,7 @@ class Outbox:
             self._enqueue(_Write(view, []))
 
     def confirm(self, view: ClientView) -> None:
-        """Wait until all that was queued for the session is done, for at most WAIT_S.
+        """Wait until all writes and checks queued for the session are done, for at most WAIT_S.
 
         Returns at once while the store is slow or away: a conflict then shows at a later call.
         Raises SessionConflictError if another client wrote to the session.
@@ -161,9 +161,9 @@ class Outbox:
 
     @contextmanager
     def paused(self, session: str, timeout: float) -> Generator[None, None, None]:
-        """Write nothing while the block runs, and discard what is queued for the session unless it raises.
+        """Write nothing while the block runs. Then discard all that is queued for the session, unless the block raises.
 
-        Raises StoreUnavailableError if the store does not let go of the current call within ``timeout`` seconds.
+        Raises StoreUnavailableError if the current call to the store does not end within ``timeout`` seconds.
         """
         if not self._calling.acquire(timeout=timeout):
             raise StoreUnavailableError(f"session {session!r}: the store does not answer; try again later")
@@ -175,7 +175,7 @@ class Outbox:
             self._calling.release()
 
     def close(self, timeout: float) -> None:
-        """Write what is queued for at most ``timeout`` seconds, and stop. The rest is lost, which is logged."""
+        """Write the queue for at most ``timeout`` seconds, and stop. Messages that are left are lost, and logged."""
         with self._changed:
             if self._deadline is None:
                 self._deadline = time.monotonic() + timeout
@@ -206,12 +206,12 @@ class Outbox:
         return self._bytes + (0 if self._current is None else self._current.size)
 
     def _make_room(self) -> None:
-        """Drop turns beyond the limit, and a little more, so that the queue is searched seldom."""
+        """Drop turns beyond the limit, and a little more, so that the queue is seldom searched."""
         if self._bytes <= self._max_bytes:
             return
-        kept = {write for write in itertools.islice(self._queue, 1) if write.tried}  # it must be sent again as it was
+        kept = {write for write in itertools.islice(self._queue, 1) if write.tried}  # it must be sent again unchanged
         rest = [write for write in reversed(self._queue) if write not in kept]
-        kept.add(max(rest, key=lambda write: write.size))  # of equals the newest
+        kept.add(max(rest, key=lambda write: write.size))  # the largest; the newest of equal ones
         limit = self._max_bytes + sum(write.size for write in kept)
         if self._bytes <= limit:
             return
@@ -222,7 +222,7 @@ class Outbox:
                 self._max_bytes,
             )
         self._drop_messages(kept, limit - self._max_bytes // 16)
-        while self._bytes > limit:  # nothing but records of what is missing
+        while self._bytes > limit:  # no messages are left to drop, only records of missing ones
             write = next(write for write in self._queue if write not in kept)
             self._queue.remove(write)
             self._bytes -= write.size
@@ -230,7 +230,7 @@ class Outbox:
     def _drop_messages(self, kept: set[_Write], goal: int) -> None:
         """Take the messages out of writes other than ``kept`` until ``goal`` bytes wait.
 
-        The oldest write of the session that has most waiting goes first. A record that messages are missing is left.
+        The oldest write of the session that has most bytes waiting goes first. A record stays that shows the gap.
         """
         last = {write.view: write for write in self._queue if write.records}
         waiting: dict[str, deque[_Write]] = defaultdict(deque)
@@ -267,7 +267,7 @@ class Outbox:
         while self._await_work():
             with self._calling:
                 with self._changed:
-                    if not self._queue:  # discarded meanwhile
+                    if not self._queue:  # it was discarded meanwhile
                         continue
                     write = self._current = self._queue.popleft()
                     self._bytes -= write.size
@@ -321,7 +321,7 @@ class Outbox:
             view.last = behind[-1].sequence  # an earlier attempt wrote them, and its answer was lost
 
     def _end_write(self, write: _Write, error: Exception | None) -> None:
-        """Note how a write went. One that failed waits for the next attempt; a check that failed is forgotten."""
+        """Note how a write went. Queue a failed append again for the next attempt; forget a failed check."""
         refused = isinstance(error, StoreError) and not isinstance(error, StoreUnavailableError)
         with self._changed:
             self._current = None
@@ -353,7 +353,8 @@ class Outbox:
     def _put_back(self, write: _Write, *, behind_others: bool) -> None:
         """Queue a write again, before the others.
 
-        behind_others: put all writes of its session behind those of other sessions. The session alone may be damaged.
+        behind_others: put all writes of its session behind those of other sessions, because the store may refuse this
+        session alone.
         """
         self._queue.appendleft(write)
         self._bytes += write.size
@@ -369,9 +370,9 @@ def _write(view: ClientView, said: list[Said], cut: int | None) -> _Write:
 
 
 def _without_messages(write: _Write, *, is_last: bool) -> _Write:
-    """Return what is left of a write that is dropped.
+    """Return the records that stay of a write whose messages are dropped.
 
-    is_last: whether no later write shows, by its position, that messages are lost.
+    is_last: whether no later write shows the gap by its position, so that a record must.
     """
     cuts: list[MessageRecord | CutRecord] = [record for record in write.records if isinstance(record, CutRecord)]
     if is_last:
@@ -380,7 +381,7 @@ def _without_messages(write: _Write, *, is_last: bool) -> _Write:
 
 
 def _encode(record: MessageRecord | CutRecord, offset: int) -> bytes:
-    """Return the record as bytes, or for a message that cannot be stored a record that leaves a gap."""
+    """Return the record as bytes; for a message that cannot be stored, those of a record that leaves a gap."""
     position = offset + (record.position or 0)
     try:
         return encode(replace(record, position=position))

@@ -1,4 +1,4 @@
-"""Predict answers, with a text that the caller gives or, where a session's answers are edits, with its last answer."""
+"""Predict answers: by a text that the caller gives or, if a session's answers are edits, by its last answer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from agentspec.client.messages import encodable
 from agentspec.errors import InvalidInputError
 
-_LEAST_TEXT = 200  # characters: nothing shorter is worth a prediction
+_LEAST_TEXT = 200  # characters: no shorter answer is worth a prediction
 _LEAST_PART = 0.5  # least share of an edit's tokens that were in the answer before it
-_PAIRS = 2  # how many of the latest edits are looked at
+_PAIRS = 2  # most of the latest edits that are looked at
 _LONGEST = 2_000  # most tokens of an answer that are looked at
-_MOST_BYTES = 16_384  # longest automatic prediction: servers refuse more tokens than that
+_MOST_BYTES = 16_384  # longest automatic prediction; servers refuse one of more tokens than this
 
 
 _REFUSED: dict[str, Callable[[Any], object]] = {
@@ -30,7 +30,10 @@ _REFUSED: dict[str, Callable[[Any], object]] = {
 
 
 def as_prediction(given: object) -> object:
-    """Return a prediction, a text, in the API's form; None and this form stay as they are. Raises InvalidInputError."""
+    """Return a prediction in the API's form. A text is put into it; None and the form itself stay as they are.
+
+    Raises InvalidInputError for any other value.
+    """
     if isinstance(given, str):
         return {"type": "content", "content": encodable(given)}
     if given is None or isinstance(given, Mapping):
@@ -51,10 +54,10 @@ def check_predict(given: object) -> bool:
 
 
 def likely_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the last answer, or its beginning, if the next one will probably be an edit of it, as those before were.
+    """Return the last answer, or its beginning, if the next one will probably be an edit of it; else None.
 
-    messages: the history and what is to be sent. Rejected tokens cost money on some servers, so without a former edit
-    there is no prediction.
+    It probably will be if the latest answers were edits of each other. Rejected tokens cost money on some servers, so
+    without a former edit there is no prediction. messages: the history and the new messages.
     """
     answers = [message.get("content") for message in messages if message["role"] == "assistant"]
     texts = [text for text in answers if isinstance(text, str)][-_PAIRS - 1 :]
@@ -67,7 +70,7 @@ def likely_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def kept_part(before: str, after: str) -> float:
-    """Return the share of the longer text that a server would accept if one text were predicted by the other."""
+    """Return the tokens that a server would accept if ``before`` predicted ``after``, as a share of the longer text."""
     from agentspec.cache import SOURCES, SuffixCache  # imported here: most clients predict nothing
     from agentspec.client.forecast import approximate_tokens
 

@@ -1,4 +1,4 @@
-"""Build the requests that give a server texts to draft from before anything was said there. Does no network I/O."""
+"""Build the requests that give a server texts to draft from before a session's first call. Does no network I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentspec.client.request import TIMEOUT_S, salt_headers
 from agentspec.errors import InvalidInputError
 
 _BODY_BYTES = 4 << 20  # most bytes of texts in one request; servers take 8 MiB
-_BODY_TEXTS = 1 << 15  # most texts in one request that servers take
+_BODY_TEXTS = 1 << 15  # most texts that servers take in one request
 
 
 class Priming(NamedTuple):
@@ -32,7 +32,7 @@ def prime_texts(texts: Sequence[str | Path], cache_salt: str | None) -> Iterator
     part: list[str] = []
     size = 0
     for text in map(_read, texts):
-        length = len(json.dumps(text, ensure_ascii=False).encode())  # escapes count in the limit of a body, too
+        length = len(json.dumps(text, ensure_ascii=False).encode())  # JSON's escapes count in a body's limit, too
         if part and (size + length > _BODY_BYTES or len(part) == _BODY_TEXTS):
             yield _request({"texts": part}, cache_salt)
             part, size = [], 0
@@ -49,8 +49,11 @@ def prime_history(messages: Sequence[Mapping[str, Any]], cache_salt: str | None)
 
 
 def prime_resumed(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> Iterator[Priming]:
-    """Yield the request that tells a server of a resumed session, unless it knows it. It must not delay a call."""
-    if len(json.dumps(messages)) > _BODY_BYTES:  # its text comes with the call anyway
+    """Yield the request that primes a server with a resumed session if it doesn't know the session.
+
+    A call waits for it, so it has a short timeout, no retries, and no long text.
+    """
+    if len(json.dumps(messages)) > _BODY_BYTES:  # the text comes with the call anyway
         return
     for body, options in prime_history(messages, cache_salt):
         yield Priming(body, {**options, "params": {"only_new": True}, "timeout": TIMEOUT_S, "max_retries": 0})

@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class ReplyRecord:
-    """Append replies to a file. It holds what was said, so only its owner may read a new one.
+    """Append replies to a file. It holds their texts, so a new one is readable for its owner alone.
 
     A file that others may read already keeps its mode, and a warning is logged.
-    Raises ConfigurationError for what names no file, and for one that cannot be written or holds something else.
+    Raises ConfigurationError for a path that names no file, and for a file that cannot be written or holds something
+    else.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -32,14 +33,14 @@ class ReplyRecord:
                 raise ConfigurationError(f"record {path}: holds something other than a record; name another file")
             if warning := create_private(path):
                 logger.warning("agentspec: record: %s", warning)
-            # Half a surrogate pair becomes a JSON escape. Gateways divide characters between chunks.
+            # Half a surrogate pair becomes a JSON escape. Some gateways divide a character between two chunks.
             self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise ConfigurationError(f"record {path}: cannot be written: {error.strerror}; name another file") from None
         self._lock = threading.Lock()
 
     def add(self, reply: Reply[Any], parent: str | None, seconds: float) -> None:
-        """Write one reply. seconds: from the request to the reply's end. Logs what goes wrong, and never raises."""
+        """Write one reply. seconds: from the request to the reply's end. Logs errors, and never raises."""
         figures = reply.speculation
         line: dict[str, Any] = {
             "time": time.time(),

@@ -31,12 +31,11 @@ class Speculation(DraftRates):
     """Count what was drafted and accepted for one request. All counts are tokens, except `steps` and `drafts`.
 
     drafted: tokens that were drafted and verified. accepted: drafted tokens that were accepted.
-    steps: decode steps of the target model. drafts: steps that verified a draft.
-    tokens: length of the reply.
+    steps: decode steps of the target model. drafts: steps that verified a draft. tokens: length of the reply.
     accepted_by_source, drafted_by_source: the totals by the source of the token: "request", "session", "group",
         "global", "public" (the operator's corpus), "sibling" (a request of the same group or session that runs at the
-        same time), "prediction" (the text that the call predicted), "quote" (the prompt's text as the answer spells
-        it) or "model" (a draft model).
+        same time), "prediction" (the text that the call predicted), "quote" (a text of the prompt, spelled as answers
+        spell it) or "model" (a draft model).
     detail: the decode steps of the reply, for a client with `speculation="detailed"`; otherwise empty.
     """
 
@@ -104,14 +103,14 @@ def _by_source(value: Any) -> dict[str, int]:
 class Reply(Generic[ParsedT]):
     """Hold the model's answer to one call.
 
-    text: the answer's text; "" if it has none (tool calls, a refusal). If a server sends parts, it is their texts.
+    text: the answer's text; "" if it has none (tool calls, a refusal). If a server sends parts, their texts are joined.
     message: the answer as a message of the history, ready for the next request.
     tool_calls: the OpenAI client's objects (`call.id`, `call.function.name`, ...).
     parsed: an instance of the `response_format` model that was passed, else None.
     usage: token counts; None if the server sends none.
     speculation: what was drafted and accepted; None from a server without the extension.
     session: the id of the session that the call was tagged with, if any.
-    raw: the OpenAI client's object, with everything else. If n > 1, the fields above are those of its first choice; of
+    raw: the OpenAI client's object, with everything else. If n > 1, the fields above are those of its first choice; for
     a stream, `raw` has this choice alone.
     """
 
@@ -127,12 +126,12 @@ class Reply(Generic[ParsedT]):
 
 
 def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] | None) -> Reply[Any]:
-    """Read a completion, and parse its text as an instance of `model_class` if one is given and it calls no tool.
+    """Read a completion. If `model_class` is given and the answer calls no tool, parse its text as an instance.
 
     Raises AgentSpecError if the server sent no choice, pydantic.ValidationError if the text does not fit, and
     openai.LengthFinishReasonError if it was cut.
     """
-    if not isinstance(raw, ChatCompletion):  # the OpenAI client returns what is no JSON object as it is
+    if not isinstance(raw, ChatCompletion):  # the OpenAI client returns an answer that is not a JSON object as it is
         raise AgentSpecError(
             "the server's answer is no chat completion: give the address of an OpenAI-compatible API as base_url, such"
             " as http://localhost:8000/v1"
@@ -146,7 +145,7 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
     if message is None:
         raise AgentSpecError(f"the server's answer {raw.id!r} has no message; its log should say why")
     for call in message.tool_calls or ():
-        if not getattr(call, "id", None):  # some servers send none; the tool's answer needs one
+        if not getattr(call, "id", None):  # some servers send no id; the tool's answer needs one
             call.id = f"call-{uuid.uuid4().hex}"
     parsed = getattr(message, "parsed", None)  # a streamed message has none
     text = content_text(message.content)
@@ -168,14 +167,14 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
 
 
 def content_text(content: object) -> str:
-    """Return the text of a content: of its text parts if a server sends parts, as Mistral's API does with reasoning."""
+    """Return a content's text: the joined text parts if a server sends parts, as Mistral's API does with reasoning."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content if isinstance(_held(part, "text"), str))
     return content if isinstance(content, str) else ""
 
 
 def _joined_content(pieces: Sequence[Any]) -> Any:
-    """Return the content of a streamed message: a text, or parts where a piece has parts; None without any."""
+    """Return a streamed message's content: a text, or a list of parts if a piece has parts; None without pieces."""
     if all(isinstance(piece, str) for piece in pieces):
         return "".join(pieces) if pieces else None
     parts = [[{"type": "text", "text": piece}] if isinstance(piece, str) else piece for piece in pieces]
@@ -183,7 +182,7 @@ def _joined_content(pieces: Sequence[Any]) -> Any:
 
 
 def _joined_parts(parts: list[Any]) -> list[Any]:
-    """Return parts with neighbours of one type as one part, in the form {"type": "text", "text": …}."""
+    """Return parts with neighbours of one type joined into one part, in the form {"type": "text", "text": …}."""
     joined: list[Any] = []
     for kind, group in itertools.groupby(parts, lambda part: part.get("type") if isinstance(part, dict) else None):
         pieces = list(group)
@@ -198,7 +197,7 @@ def _joined_parts(parts: list[Any]) -> list[Any]:
 
 
 def _held(part: Any, kind: Any) -> Any:
-    """Return what a part of this type holds; None if it is of another form."""
+    """Return the value that a part of this type holds; None if it has another form."""
     return part[kind] if isinstance(part, dict) and part.keys() == {"type", kind} and part["type"] == kind else None
 
 
@@ -215,7 +214,7 @@ class StreamedAnswer:
         self._texts: dict[str, list[str]] = {}  # "refusal" and fields that some servers add, "reasoning" say
         self._logprobs: dict[str, list[Any]] = {}
         self._tool_calls: list[dict[str, Any]] = []
-        self._call_at: dict[int, dict[str, Any]] = {}  # the one that chunks of an index go on with
+        self._call_at: dict[int, dict[str, Any]] = {}  # by index: the tool call that further chunks continue
         self._function_call: list[Any] = []  # parts of a call that the old option `functions` allows
         self._finish_reason: str | None = None
         self._usage: CompletionUsage | None = None
@@ -231,7 +230,7 @@ class StreamedAnswer:
         self._usage = chunk.usage or self._usage
         self._figures = (chunk.model_extra or {}).get(FIGURES) or self._figures
         added = ""
-        for choice in chunk.choices or ():  # some servers send null, and leave out the number of an only choice
+        for choice in chunk.choices or ():  # some servers send null, and leave out the index of a single choice
             if choice is None or choice.index:
                 continue
             self._finish_reason = choice.finish_reason or self._finish_reason
@@ -254,13 +253,13 @@ class StreamedAnswer:
             self._function_call.append(delta.function_call)
         for part in delta.tool_calls or ():
             call = self._call_at.get(part.index)
-            if call is None or (part.id and call["id"] not in ("", part.id)):  # some servers number all of them 0
+            if call is None or (part.id and call["id"] not in ("", part.id)):  # some servers give all calls index 0
                 call = self._call_at[part.index] = {"id": "", "name": "", "arguments": [], "index": part.index}
                 self._tool_calls.append(call)
             call["id"] = part.id or call["id"]
             if part.function is not None:
                 call["name"] = part.function.name or call["name"]
-                given = part.function.arguments or ""  # from some servers an object
+                given = part.function.arguments or ""  # some servers send an object
                 call["arguments"].append(given if isinstance(given, str) else json.dumps(given))
 
     def completion(self) -> ChatCompletion:
@@ -281,7 +280,7 @@ class StreamedAnswer:
         if self._token_ids:
             choice["token_ids"] = self._token_ids
         fields: dict[str, Any] = {
-            **self._first.to_dict(warnings=False),  # of parts where OpenAI's API has a text
+            **self._first.to_dict(warnings=False),  # pydantic warns of parts in the place of OpenAI's text
             "object": "chat.completion",
             "choices": [choice],
             "usage": self._usage.to_dict() if self._usage else None,

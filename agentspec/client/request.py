@@ -38,7 +38,7 @@ TIMEOUT_S = 2.0
 RETRY_AFTER_S = 30.0
 """Pause after a probe that failed, in seconds."""
 ERASURE_S, ERASURE_PAUSE_S = 30.0, 0.5
-"""How long an erasure is repeated while the server says that some text is left, and the pause between, in seconds."""
+"""Longest time for which an erasure is repeated while some text is left, and the pause between, in seconds."""
 ANSWERER = "_answerer"
 """Option of a loop's call: the `answerer` of its turn."""
 
@@ -54,10 +54,10 @@ _REMEDIES = {
 class Call:
     """Hold one chat call. Raises InvalidInputError for messages or options that cannot be sent.
 
-    session, group, parent: how the call is tagged; None: not. turn: reserves the session and has the messages to send;
-    enter it once. options: those of the OpenAI client's call, without ours. predict: whether to predict the answer.
-    cache_salt: the salt that it sends, if any. begin: when it was made or, later, when its request was built, by
-    `time.monotonic`.
+    session, group, parent: tags of the call; None: no tag. turn: context that reserves the session and has the messages
+    to send; enter it once. options: options of the OpenAI client's call, without agentspec's. predict: whether to
+    predict the answer. cache_salt: the salt that the call sends, if any. begin: time by `time.monotonic` at which the
+    call was made and, once its request is built, that of the request.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Call:
 
     @property
     def resumed(self) -> int:
-        """Return how many messages of the session came from the store. It may be read after the call is made."""
+        """Return how many of the session's messages came from the store. It is read after this object was made."""
         return self._conversation.resumed
 
     @property
@@ -115,7 +115,7 @@ class RequestBuilder:
 
     extension: whether the server has agentspec's extension. The answer to a probe is final. If the probe fails (no
     connection, 5xx), the client assumes no extension and probes again RETRY_AFTER_S seconds later. token_ids: whether
-    servers are asked for the token ids of prompts and answers, which vLLM has. host: the server's.
+    to ask servers for the token ids of prompts and answers, which vLLM sends. host: name of the server's host.
 
     Raises ConfigurationError for a setting that cannot work.
     """
@@ -162,9 +162,9 @@ class RequestBuilder:
         return self._session_tags != "off" and time.monotonic() >= self._ask_at
 
     def session_path(self, session: str) -> str | None:
-        """Return the path of a session on a server with the extension; None where servers don't know it by its id.
+        """Return the path of a session on a server with the extension; None if the server keeps no sessions by id.
 
-        Call it after a probe; a server that could not be probed is asked, so that its error shows.
+        Call it after a probe. A server that could not be probed counts as keeping them, so that its error shows.
         """
         return self._path_of(session) if session and self._may_keep_sessions else None
 
@@ -181,7 +181,7 @@ class RequestBuilder:
 
         Each session takes one request without a cache salt and one for each salt, because a salt makes another session.
         more: salts that other processes have sent. Yields nothing if the server keeps no sessions. Call it after a
-        probe; a server that could not be probed is asked, so that its error shows.
+        probe. A server that could not be probed counts as keeping them, so that its error shows.
         """
         if isinstance(more, str) or not isinstance(more, Iterable):
             raise InvalidInputError(f"cache_salts: a list of texts is needed, not {shown(more)}")
@@ -207,9 +207,9 @@ class RequestBuilder:
         return f"{PROBE_PATH}/requests/{to_path(reply.raw.id)}" if reply.raw.id else None
 
     def headers(self, conversation: Conversation) -> dict[str, str]:
-        """Return the headers that name a session, for requests that others make.
+        """Return the headers that name a session, for requests that a framework makes itself.
 
-        Raises InvalidInputError if sessions are named in the body only, because others write that.
+        Raises InvalidInputError if sessions are named in the body only, because the framework writes the body.
         """
         naming = NAMINGS[self._session_tags]
         if naming.body is not None and naming.header is None:
@@ -244,7 +244,7 @@ class RequestBuilder:
         return request
 
     def _predict(self, request: dict[str, Any], call: Call) -> None:
-        """Add an automatic prediction to a request if it may have one, and remove one that its server doesn't take."""
+        """Add an automatic prediction to a request if it may have one. Remove any that the server doesn't take."""
         takes = self.takes_predictions and (self.extension or not openai_refuses(request))
         if call.predict and takes and request.get("prediction") is None:
             request["prediction"] = as_prediction(likely_answer(request["messages"]))
@@ -255,7 +255,7 @@ class RequestBuilder:
 
 
 def salt_headers(cache_salt: str) -> dict[str, str]:
-    """Return the header that gives a cache salt to the extension. Raises InvalidInputError unless it is a text."""
+    """Return the header that gives a cache salt to the extension. Raises InvalidInputError unless it is UTF-8 text."""
     try:
         return {SALT_HEADER: to_header(cache_salt)}
     except (TypeError, UnicodeEncodeError):

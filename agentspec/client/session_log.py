@@ -1,6 +1,6 @@
-"""Describe the log from which a session is resumed, and the messages in it.
+"""Define the log from which a session is resumed, and the messages in it.
 
-A session talks to its log, not to a store. So a client without a store loads none of the store's modules.
+A session talks to its log, not to a store, so a client without a store loads none of the store's modules.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Said(NamedTuple):
 class ClientView:
     """Hold what one client knows of a session in the store: how far it has read and written.
 
-    last: cursor of the last entry that the client has read or written; None if there was none. known: False if the
-    session was not read, because its history was taken as empty. offset: positions before the first message of this
-    client. conflict: whether another client wrote behind ``last``, so that this client writes nothing more.
+    last: cursor of the last entry that the client has read or written; None if there was none. known: False while the
+    session is unread, because the client has taken its history as empty. offset: number of positions before the
+    client's first message. conflict: whether another client wrote behind ``last``, so that this one writes no more.
     """
 
     session: str
@@ -50,17 +50,17 @@ class SessionLog:
     """True if the log can restore a session that is no longer in use."""
 
     def read(self, session: str) -> Stored:
-        """Return the session as it is stored. May block. Raises StoreError if it cannot be read."""
+        """Return the stored session. May block. Raises StoreError if it cannot be read."""
         return Stored()
 
     def append(self, view: ClientView, said: list[Said], cut: int | None = None) -> None:
         """Queue the messages of one turn. Never blocks, never raises.
 
-        cut: position of the first message that is taken back before that; None: none is.
+        cut: first take back the messages from this position on; None: take back none.
         """
 
     def rewrite(self, view: ClientView, position: int, said: list[Said]) -> None:
-        """Put these messages in the place of those from ``position`` on, in one step. Blocks until that is stored.
+        """Replace the messages from ``position`` on by these, in one step. Blocks until that is stored.
 
         Raises StoreError, or SessionConflictError if another client wrote to the session; nothing has changed then.
         """
@@ -72,7 +72,7 @@ class SessionLog:
         """Wait a moment for the messages to be stored. Raises SessionConflictError if another client wrote before."""
 
     def wait_for_room(self) -> None:
-        """Wait until no message that waits to be stored has to be dropped. Blocks while the store works."""
+        """Wait until the queue is within its limit, so that no message is dropped. Blocks while the store works."""
 
     def remove(self, session: str) -> None:
         """Remove the session. Blocks until it is removed. Raises StoreError if that fails."""

@@ -1,4 +1,4 @@
-"""Define, as data, how servers and gateways are told to which session a call belongs."""
+"""Define, as data, how a request tells each kind of server and gateway to which session it belongs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SessionNaming:
     predictions: bool = False
 
     def tag(self, request: dict[str, Any], session: str | None, parent: str | None, group: str | None) -> None:
-        """Name session, parent and group in a request, and keep what the caller named itself."""
+        """Name session, parent and group in a request. Names that the caller gave itself stay."""
         named = {self.header: session, self.parent_header: parent if session is not None else None}
         headers = {name: to_header(value) for name, value in named.items() if name and value is not None}
         if headers:
@@ -65,4 +65,4 @@ NAMINGS: dict[str, SessionNaming] = {
 """Namings by the client's option `session_tags`. Another server needs a line here and in SessionTags."""
 
 EXTENSION = SessionNaming("X-Session-ID", "X-Parent-Session-ID", body="session_id", xargs=True, predictions=True)
-"""Naming of "auto" once the server is known to have the extension: the body has the ids unencoded, and the group."""
+"""Naming of "auto" once the server is known to have the extension. The body has the ids unencoded, and the group."""

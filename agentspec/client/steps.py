@@ -1,6 +1,6 @@
 """Run the steps of a loop: with threads in a synchronous program, with tasks in asyncio.
 
-A loop is a generator. It yields a step that is to be done, and is sent the step's result or error.
+A loop is a generator. It yields a step to do, and is sent the step's result or error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Steps: TypeAlias = Generator[Any, Any, T]
 
 
 class Apply(NamedTuple):
-    """Ask for a call of a function that may be asynchronous. seconds: until asyncio cancels it; None: no limit."""
+    """Ask for a call of a function, which may be asynchronous. seconds: when asyncio cancels it; None: never."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
@@ -88,10 +88,10 @@ def _perform(step: Any) -> Any:
 
 
 def _run_together(step: Together) -> None:
-    """Run loops in threads. Raises the error of the first one that has one.
+    """Run loops in threads. Raises the error of the first loop that has one.
 
-    The threads are daemons, as those of a ThreadPoolExecutor are not: after Ctrl-C the program would go on until the
-    model has answered the calls that run.
+    The threads are daemons, so that the program ends at Ctrl-C. With a ThreadPoolExecutor's threads it would go on
+    until the model has answered the calls that run.
     """
     waiting = deque((steps, Future[None]()) for steps in step.loops)
 
@@ -109,26 +109,26 @@ def _run_together(step: Together) -> None:
             threading.Thread(target=run, name="agentspec-loop", daemon=True).start()
         for future in futures:
             future.result()
-    finally:  # after an error or an interrupt the calls that run end by themselves, and change nothing here
+    finally:  # after an error or interrupt no loop begins; the calls that run end by themselves and change nothing here
         waiting.clear()
 
 
 def _called(step: Apply) -> Any:
-    """Return what the function returns. Raises RuntimeError in place of StopIteration, which asyncio cannot hand on."""
+    """Return the function's result. Raises RuntimeError in place of StopIteration, which asyncio cannot hand on."""
     try:
         return step.function(*step.arguments, **step.options)
-    except StopIteration as error:  # of a tool's next(), say
+    except StopIteration as error:  # a tool's next() may raise it
         raise RuntimeError(f"StopIteration: {error}") from error
 
 
 async def _called_in_thread(step: Apply) -> Any:
-    """Return what the function returns in a thread of its own. The thread is a daemon, as those of `_run_together` are.
+    """Call the function in a thread of its own, and return its result. The thread is a daemon, as in `_run_together`.
 
     Python joins the threads of `asyncio.to_thread`: after Ctrl-C, or a budget's seconds, the program would go on until
     the tool returns.
     """
     future = Future[Any]()
-    future.set_running_or_notify_cancel()  # so the thread may set a result that nobody waits for any more
+    future.set_running_or_notify_cancel()  # so the thread may set a result after the waiting task was cancelled
     call = functools.partial(contextvars.copy_context().run, _called, step)
     threading.Thread(target=_settle, args=(future, call), name="agentspec-loop", daemon=True).start()
     return await asyncio.wrap_future(future)
@@ -143,7 +143,7 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
 
 
 def _as_error(raised: Exception | SystemExit) -> Exception:
-    """Return an error for the loop. A tool or critic may run the model's code, whose exit must not end the program."""
+    """Return an error for the loop. The model's code, if a tool or critic runs it, must not exit the program."""
     if isinstance(raised, Exception):
         return raised
     error = RuntimeError(f"SystemExit: {raised.code}")

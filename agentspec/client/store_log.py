@@ -1,7 +1,7 @@
 """Store a client's messages, so that a later process can resume its sessions.
 
-Reading may block and fails loudly. Writing happens in the background (`outbox`): it costs no call, whatever the store
-does.
+Reading may block, and raises the store's errors. Writing happens in the background (`outbox`), so a store that is slow
+or away costs no call.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StoreLog(SessionLog):
         return cls(_open_default if store == "auto" else open_store(store))
 
     def read(self, session: str) -> Stored:
-        # This process may just have queued messages of the session that it now resumes.
+        # This process may have queued messages of the session just before it resumes it.
         if not self._outbox.settle(session, FLUSH_TIMEOUT_S):
             raise StoreUnavailableError("messages of this process still wait to be written to the store")
         return read_session(self._opened(), session)
@@ -80,7 +80,8 @@ class StoreLog(SessionLog):
     def _erase_once(self, session: str) -> bool:
         """Erase a session, and return whether nothing of it is left. Raises StoreError, which names the session."""
         try:
-            return self._opened().erase_session(NAMESPACE, session, mark=False).complete  # no server follows this log
+            # No server follows this log, so no tombstone is needed.
+            return self._opened().erase_session(NAMESPACE, session, mark=False).complete
         except StoreError as error:
             why = str(error).rstrip(".")
             raise type(error)(

@@ -23,7 +23,7 @@ class ReplyStream(StreamBase[ParsedT]):
         """Send the request now, unless it was sent already. Raises the OpenAI client's errors."""
         if not self._started:
             self._started = True
-            next(self._items, None)  # ends at once if the stream was closed before
+            next(self._items, None)  # returns None if the stream was closed before
         return self
 
     def __iter__(self) -> Iterator[str]:
@@ -62,14 +62,14 @@ class AsyncReplyStream(StreamBase[ParsedT]):
         self._items = items
         self._release = release
 
-    def __del__(self) -> None:  # the event loop closes the connection a little later
+    def __del__(self) -> None:  # frees the session now; the event loop closes the connection a little later
         self._release()
 
     async def start(self) -> Self:
         """Send the request now, unless it was sent already. Raises the OpenAI client's errors."""
         if not self._started:
             self._started = True
-            await anext(self._items, None)  # ends at once if the stream was closed before
+            await anext(self._items, None)  # returns None if the stream was closed before
         return self
 
     def __aiter__(self) -> AsyncIterator[str]:

@@ -15,13 +15,13 @@ from agentspec.client.messages import encodable, shown
 from agentspec.errors import InvalidInputError
 
 Tool: TypeAlias = Callable[..., object]
-"""A function that the model may call; may be asynchronous in an asyncio loop."""
+"""A function that the model may call. In an asyncio loop it may be asynchronous."""
 
 
 class ToolRun(NamedTuple):
-    """Hold one tool call: its id, the tool, its arguments as the model wrote them, and the answer it was given.
+    """Hold one tool call: its id, the tool's name, its arguments as the model wrote them, and the answer that it got.
 
-    error: what the tool raised, or why it could not be called; `answer` then says so to the model.
+    error: the error that the tool raised, or that kept it from being called; `answer` then tells the model.
     """
 
     id: str
@@ -94,13 +94,13 @@ def answer_text(value: object) -> str:
 def _parameters(name: str, tool: Tool) -> tuple[type[pydantic.BaseModel], dict[str, Any]]:
     """Return a model of a function's parameters, and its JSON schema.
 
-    The model's fields have names of their own, because pydantic's may not be those of its methods, nor begin with "_".
-    Raises InvalidInputError if the parameters cannot be given by name.
+    The model's fields have made-up names, because a pydantic field may not have the name of a model's method, nor begin
+    with "_". Raises InvalidInputError if the parameters cannot be described or given by name.
     """
     fields: dict[str, Any] = {}
     try:
         signature = inspect.signature(tool, eval_str=True)
-    except Exception as error:  # some of C have none; an annotation that is a text may raise anything when it is read
+    except Exception as error:  # C functions may have no signature; annotations in quotes may raise anything when read
         raise InvalidInputError(f"tools: {name}: its parameters cannot be described: {error}") from error
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
