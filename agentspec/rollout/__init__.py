@@ -5,7 +5,7 @@
     for epoch in generator.run(read_problems(Path("problems.jsonl")), Plan(samples=8, epochs=3)):
         print(epoch.tokens_per_step)
 
-`agentspec rollout` is this on the command line; docs/rl.md says what it brings.
+`agentspec rollout` does this on the command line; docs/rl.md says what it brings.
 """
 
 from agentspec.rollout.generator import RolloutGenerator, rollout_options

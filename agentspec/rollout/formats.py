@@ -1,4 +1,4 @@
-"""Write an epoch of a rollout as trainers keep theirs: TRL's parquet of completions, verl's JSON lines."""
+"""Write an epoch of a rollout in a trainer's format: TRL's parquet of completions, verl's JSON lines."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,9 +17,9 @@ _LEAST_DEVIATION = 1e-4
 def folder_for(out: Path, format: str) -> Path:
     """Return the folder of a rollout's epochs in a trainer's format ("trl" or "verl"), beside the file of its samples.
 
-    Raises ConfigurationError if it cannot be written there.
+    Raises ConfigurationError if the folder cannot be written, and for "trl" if pyarrow is not installed.
     """
-    name = out.stem if out.suffix == ".jsonl" else out.name  # or run.1 and run.2 would have one folder
+    name = out.stem if out.suffix == ".jsonl" else out.name  # with `stem`, run.1 and run.2 would have one folder
     folder = out.with_name(f"{name}.{format}")
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"--format {format} writes into the folder {folder}, which is a file; move it away")
@@ -35,7 +35,7 @@ def folder_for(out: Path, format: str) -> Path:
 def write_trl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Callable[[list[int]], str]) -> Path:
     """Write ``completions_{epoch}.parquet`` with step, prompt, completion, reward and advantage, as TRL logs them.
 
-    decode: from token ids to text. Needs pyarrow.
+    decode: function from token ids to text. Needs pyarrow.
     """
     import pyarrow
     from pyarrow import parquet
@@ -46,7 +46,7 @@ def write_trl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Calla
             "step": [epoch] * len(ordered),
             "prompt": [decode(sample.prompt_ids) for sample in ordered],
             "completion": [sample.text for sample in ordered],
-            # By their type, or an epoch without a reward would have other columns than the rest.
+            # With their type, because an epoch without any reward would have columns of another type than the rest.
             "reward": pyarrow.array([sample.reward for sample in ordered], pyarrow.float64()),
             "advantage": pyarrow.array(advantages(ordered), pyarrow.float64()),
         }
@@ -61,8 +61,8 @@ def write_trl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Calla
 def write_verl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Callable[[list[int]], str]) -> Path:
     """Write ``{epoch}.jsonl`` with input, output, gts, score and step, as verl dumps rollouts.
 
-    gts: the problem's ``reward_model.ground_truth``, where its file was verl's, or its ``answer``. decode: from token
-    ids to text.
+    gts: the problem's ``reward_model.ground_truth`` if its file was verl's, else its ``answer``. decode: function from
+    token ids to text.
     """
     lines = []
     for sample in _ordered(samples):
@@ -76,7 +76,7 @@ def write_verl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Call
 
 
 def for_rollout_func(samples: Iterable[Sample]) -> dict[str, list[Any]]:
-    """Return what TRL's ``rollout_func`` returns: prompt_ids, completion_ids and logprobs, one list a sample."""
+    """Return samples as TRL's ``rollout_func`` does: prompt_ids, completion_ids and logprobs, one list a sample."""
     ordered = list(samples)
     return {
         name: [getattr(sample, name) for sample in ordered] for name in ("prompt_ids", "completion_ids", "logprobs")
@@ -86,8 +86,8 @@ def for_rollout_func(samples: Iterable[Sample]) -> dict[str, list[Any]]:
 def advantages(samples: Sequence[Sample]) -> list[float | None]:
     """Return the samples' advantages in their groups: (r - mean) / (deviation + 1e-4).
 
-    GRPO, arXiv 2402.03300, 4.1.2; deviation and constant as in TRL. None for a sample without a reward. A group is
-    what was sampled from one prompt of one problem.
+    GRPO, arXiv 2402.03300, 4.1.2; deviation and constant as in TRL. None for a sample without a reward. The samples of
+    one prompt of one problem are a group.
     """
     groups = [(sample.id, tuple(sample.prompt_ids)) for sample in samples]
     rewards: dict[tuple[str, tuple[int, ...]], list[float]] = {}

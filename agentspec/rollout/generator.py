@@ -20,29 +20,29 @@ from agentspec.server_ext.vllm_adapter.offline import DRAFT_FIGURES, Answer, Off
 logger = logging.getLogger(__name__)
 
 UpdateWeights = Callable[[Any, int], Any]
-"""Called with the ``vllm.LLM`` and the epoch before each epoch of which samples are missing.
+"""Function that is called with the ``vllm.LLM`` and the epoch, before each epoch of which samples are missing.
 
-Returns the weights' version: a text, a number, a path or None, or an awaitable of one.
+It returns the weights' version: a text, a number, a path or None, or an awaitable of one.
 """
 
 _REWARDS_WRITTEN_S = 30.0
 """How often the rewards of samples that had none are written, in seconds."""
 
 _MOST_WAITING_REWARDS = 64
-"""Samples that wait for their rewards beside those that are sampled: those beyond take their room.
+"""Most finished samples that may wait for their rewards before fewer requests are started, one for each beyond.
 
-Samples of an earlier run are read so far ahead.
+It is also how many samples of an earlier run, which have no reward yet, are read ahead.
 """
 
 _PROMPTS_TOLD = 100
-"""Progress of tokenising is told once for so many prompts."""
+"""Number of prompts after which the progress of tokenising is told again."""
 
 PLAIN_OPTIONS = {"logprobs_mode": "processed_logprobs"}
-"""What ``vllm.LLM`` takes without drafts. It refuses to give figures of drafts there."""
+"""Options of a rollout for a ``vllm.LLM`` without drafts, which would refuse the option for draft figures."""
 
 
 def rollout_options(**options: Any) -> dict[str, Any]:
-    """Return keyword arguments for ``vllm.LLM``: those of ``engine_options``, and what a rollout reads of its samples.
+    """Return keyword arguments for ``vllm.LLM``, with which it drafts and gives the figures that samples hold.
 
     options: as ``engine_options`` takes them. Raises ConfigurationError for a wrong setting.
     """
@@ -55,11 +55,11 @@ def rollout_options(**options: Any) -> dict[str, Any]:
 class RolloutGenerator:
     """Sample problems with an engine, and write the samples to a journal.
 
-    engine: of this process, or on Ray. Made with ``rollout_options`` it drafts, and the samples have draft figures.
-    A problem's samples are a group: they draft from each other and from those of earlier epochs and runs.
-    reward_seconds: the longest that a call of ``reward`` may take; None: no limit. max_waiting: requests given to the
-    engine beyond those that it runs, so that it always has a next one. Raises ConfigurationError for arguments that
-    cannot work.
+    engine: an engine of this process, or on Ray. Made with ``rollout_options`` it drafts, and the samples have draft
+    figures. A problem's samples are a group: they draft from each other and from those of earlier epochs and runs.
+    reward_seconds: longest time for a call of ``reward``; None: no limit. max_waiting: requests given to the engine
+    beyond those that it runs, so that it always has a next one. Raises ConfigurationError for arguments that cannot
+    work.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RolloutGenerator:
         for name, function in (("reward", reward), ("update_weights", update_weights)):
             if function is not None and not callable(function):
                 raise ConfigurationError(f"{name}: a function expected, got {type(function).__name__}")
-        if max_waiting < 0:  # nothing would be sampled
+        if max_waiting < 0:  # no request might ever start
             raise ConfigurationError(f"max_waiting: at least 0 expected, got {max_waiting}")
         self._engine = engine
         self._journal = journal
@@ -83,7 +83,7 @@ class RolloutGenerator:
         self._rewards = Rewards(reward, reward_seconds)
         self._update_weights = update_weights
         self._max_open = engine.max_running + max_waiting
-        self._prompts: dict[str, list[int]] = {}  # of the latest run, tokenised, by the problem's id
+        self._prompts: dict[str, list[int]] = {}  # token ids of the latest run's prompts, by the problem's id
         self._samples = 0  # of each problem, in the latest run
         self._sampling: dict[str, Any] = {}  # of the latest run
 
@@ -95,30 +95,33 @@ class RolloutGenerator:
         scored: Callable[[int, int], None] = lambda scored, of: None,
         tokenised: Callable[[int, int], None] = lambda tokenised, of: None,
     ) -> Iterator[EpochFigures]:
-        """Sample what the journal lacks, epoch by epoch. Yields each epoch's figures when it is complete.
+        """Sample the answers that the journal lacks, epoch by epoch. Yields each epoch's figures when it is complete.
 
-        progress: called after each engine step that finished a sample. scored: called as samples that the journal holds
-        without a reward are scored, with how many were and how many there are. tokenised: likewise, for the problems
-        whose prompts become tokens first. If the caller stops, or an error is raised, the engine's open requests are
-        aborted; what was finished is in the journal. A sample is written once its reward is known, whatever the rewards
-        of others take; a KeyboardInterrupt while they are waited for writes the rest without. With a reward function,
-        samples that the journal holds without a reward are scored first, and written every half minute. Raises
-        InvalidInputError for two problems with one id, for an id or fields that cannot be written and read again, for
-        prompts that the model cannot take, and for a journal whose samples are of another model or were sampled
-        otherwise.
+        progress: called after each engine step that finished a sample. scored: called with the number of samples scored
+        so far and the number of all, while samples that the journal holds without a reward are scored. tokenised:
+        likewise, with numbers of problems, while their prompts become tokens.
+
+        If the caller stops, or an error is raised, the engine's open requests are aborted; the journal has all finished
+        samples. A sample is written as soon as its reward is known. A KeyboardInterrupt during the wait for rewards
+        writes the other samples without one. With a reward function, samples that the journal holds without a reward
+        are scored first, and written every half minute.
+
+        Raises InvalidInputError for two problems with one id, for an id or fields that cannot be written and read
+        again, for prompts that the model cannot take, and for a journal whose samples are of another model or another
+        sampling.
         """
         by_id = _by_id(problems)
         self._sampling = distribution(self._engine.model, plan) | self._engine.loaded
         self._journal.check_sampling(self._sampling)
         self._prompts, self._samples = self._tokenise(problems, tokenised), plan.samples
         changed = [name for name, prompt in self._prompts.items() if self._journal.holds_another_prompt(name, prompt)]
-        if changed:  # no error, as a chat template may write the day's date
+        if changed:  # only a warning, as a chat template may write the day's date
             logger.warning(
                 "agentspec: %s holds samples of other prompts for %d of these problems, such as %r: the problems or "
                 "the model's tokens changed. To keep the samples apart, write to another file",
                 *(self._journal.path, len(changed), changed[0]),
             )
-        self._rewards.drop()  # what an interrupted run left
+        self._rewards.drop()  # samples that an interrupted run left
         if self._scores:
             self._score_again(by_id, scored)
         for epoch in range(plan.epochs):
@@ -132,7 +135,7 @@ class RolloutGenerator:
                 if self._update_weights is not None:
                     figures.weight_version = self._new_weights(self._update_weights, epoch)
                 before = self._journal.weight_version(epoch)
-                if there and before != figures.weight_version:  # no error, as a version may be the time of loading
+                if there and before != figures.weight_version:  # only a warning: a version may be the time of loading
                     logger.warning(
                         "agentspec: epoch %d: weights %s wrote the samples in %s, and weights %s write the rest",
                         *(epoch, before, self._journal.path, figures.weight_version),
@@ -141,17 +144,17 @@ class RolloutGenerator:
             yield figures
 
     def samples(self, epoch: int) -> list[Sample]:
-        """Return an epoch's samples of the problems and the plan of the latest run, without the journal's others."""
+        """Return an epoch's samples, of those that the latest run's problems and plan ask for, from the journal."""
         return [sample for sample in self._journal.samples(epoch) if self._is_asked_for(sample.key)]
 
     def _is_asked_for(self, key: Key) -> bool:
-        """Return whether a sample is one of the problems and the plan of the latest run."""
+        """Return whether the latest run's problems and plan ask for a sample."""
         return key.id in self._prompts and 0 <= key.sample < self._samples
 
     def _new_weights(self, update: UpdateWeights, epoch: int) -> str | None:
         try:
             version = self._engine.update_weights(update, epoch)
-        except Exception as error:  # of the user's function: its traceback says where, and this what to do
+        except Exception as error:  # the user's function: the traceback says where it failed, the note what to do
             error.add_note(
                 f"agentspec: update_weights failed before epoch {epoch}; all finished samples are in "
                 f"{self._journal.path}: mend it, and run the rollout again to go on"
@@ -188,7 +191,8 @@ class RolloutGenerator:
                     self._journal.replace(scored)
                     scored = {}
                     now = time.monotonic()
-                    write_at = now + max(_REWARDS_WRITTEN_S, 20 * (now - begin))  # it writes the whole file
+                    # A write takes the whole file, so writing may take 5 % of the time at most.
+                    write_at = now + max(_REWARDS_WRITTEN_S, 20 * (now - begin))
         finally:  # an interrupt must not cost the rewards that are known
             if scored:
                 self._journal.replace(scored)
@@ -235,7 +239,7 @@ class RolloutGenerator:
                 self._wait_for_rewards(figures)
 
     def _wait_for_rewards(self, figures: EpochFigures) -> None:
-        """Write the finished samples with their rewards; those left at a KeyboardInterrupt without."""
+        """Write the finished samples with their rewards. At a KeyboardInterrupt write the rest without."""
         rewards = self._rewards
         if rewards:
             waiting = "agentspec: %d finished samples wait for their rewards; Ctrl-C leaves these to the next run"
@@ -297,7 +301,7 @@ class RolloutGenerator:
 
 
 def _by_id(problems: Sequence[Problem]) -> dict[str, Problem]:
-    """Return the problems by their ids. Raises InvalidInputError for one whose samples could not be found again."""
+    """Return the problems by id. Raises InvalidInputError for an id or fields with which a journal cannot work."""
     by_id: dict[str, Problem] = {}
     for problem in problems:
         name = check_session_id(problem.id, f"the id {problem.id!r:.40} of a problem")
@@ -305,7 +309,7 @@ def _by_id(problems: Sequence[Problem]) -> dict[str, Problem]:
             raise InvalidInputError(f"two problems have the id {name!r}; give each its own")
         try:
             as_text(problem.fields)
-        except Exception as error:  # the text of a value is made by code of its type
+        except Exception as error:  # a value's own `str` may raise anything
             raise InvalidInputError(
                 f"problem {name!r}: fields: JSON has no form for them ({first_line(error)})"
             ) from None
@@ -314,6 +318,6 @@ def _by_id(problems: Sequence[Problem]) -> dict[str, Problem]:
 
 
 def _seed(seed: int, key: Key) -> int:
-    """Return a seed for a sample that does not depend on what was sampled before it."""
+    """Return a seed for a sample that does not depend on which samples came before it."""
     text = f"{seed} {key.epoch} {key.sample} {key.id}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")

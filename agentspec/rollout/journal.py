@@ -1,7 +1,7 @@
 """Keep the samples of a rollout in a file of JSON lines, each (id, epoch, sample) exactly once.
 
 A sample is one line, written whole by one system call as soon as it has its reward. So a run that is killed keeps every
-such sample; the next one removes a line that was cut off, and samples and scores what is missing.
+such sample. The next run removes a line that was cut off, and then samples and scores what is missing.
 """
 
 import errno
@@ -34,13 +34,13 @@ class Key(NamedTuple):
 class Sample:
     """Hold one finished sample.
 
-    prompt_ids, completion_ids: token ids. logprobs: of each completion token, under the distribution that it was
-    sampled from (vLLM's ``processed_logprobs``). finish_reason: vLLM's, such as "stop" or "length". weight_version: of
-    the weights that wrote it. reward: None without a reward function, or if it failed (reward_error says why).
-    steps: decode steps that it took. drafted, accepted: draft tokens. sampling: what decided its distribution: model,
-    temperature, top_p, max_tokens, stop, revision, dtype, quantization and kv_cache_dtype; None in files of earlier
-    releases. fields: passed through from the problem; a value that JSON has no form for, such as a date of a parquet
-    file, is written as its text, NaN and infinity as null. Half of a surrogate pair is written out (``\\udce9``).
+    prompt_ids, completion_ids: token ids. logprobs: log probability of each completion token, under the distribution
+    that it was sampled from (vLLM's ``processed_logprobs``). finish_reason: vLLM's, such as "stop" or "length".
+    weight_version: version of the weights that wrote it. reward: None without a reward function, or if it failed
+    (reward_error says why). steps: decode steps that it took. drafted, accepted: numbers of draft tokens. sampling: the
+    settings that decided its distribution: model, temperature, top_p, max_tokens, stop, revision, dtype, quantization
+    and kv_cache_dtype; None in files of earlier releases. fields: the problem's fields. A value that JSON has no form
+    for is written as its text, NaN and infinity as null, half of a surrogate pair as its escape (``\\udce9``).
     """
 
     id: str
@@ -75,23 +75,23 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("fields", dict, "an object"),
     ("sampling", dict | None, "an object or null"),
 )
-"""Fields of a line, their types, and how an error calls these."""
+"""Fields of a line, their types, and the names of these types in errors."""
 _BEGIN = re.compile(rb'\{"id": "(?:[^"\\]|\\.)*(?:\\\Z)?')
 _GOES_ON = b'", "epoch": '
 """How each line begins that `Journal.write` writes."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _TRIES = 10
-"""How often to open a file that another process replaces meanwhile, which it does once in its life."""
+"""How often to open a file again that another process has replaced meanwhile, which each does once in its life."""
 _HALF = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which may stand in an error of a reward. UTF-8 has no form for it."""
+"""Half of a surrogate pair, which an error of a reward may hold. UTF-8 has no form for it."""
 
 
 class Journal:
     """Write samples to a file, and know which ones it holds.
 
     Opening a file that exists removes a last line that was cut off. Raises InvalidInputError that names a line which is
-    no sample or repeats one, for a file that another process writes, and for a pipe or a device, which cannot be read
-    again (but /dev/null keeps nothing); then the file is as it was. Processes that are forked off have it closed.
+    not a sample or repeats one, for a file that another process writes, and for a pipe or a device, which cannot be
+    read again (except /dev/null, which keeps nothing). The file is unchanged then. Forked processes have it closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,8 +99,8 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._rewards: dict[Key, float | None] = {}
         self._prompts: dict[str, int] = {}  # hash of the token ids, by the problem's id
-        self._sampling: dict[str, Any] = {}  # of its samples, as far as they say
-        self._weights: dict[int, str | None] = {}  # version of the first sample's, by the epoch
+        self._sampling: dict[str, Any] = {}  # of its samples, as far as these say
+        self._weights: dict[int, str | None] = {}  # version of the weights of the first sample, by the epoch
         self._file = -1
         self._open()
         self._close_in_forked_processes()
@@ -150,10 +150,10 @@ class Journal:
         line = _line(sample)
         written = 0
         try:
-            while written < len(line):  # a second call only where the disk is full, whose error it raises
+            while written < len(line):  # a second call comes only if the disk is full, and raises that error
                 written += os.write(self._file, line[written:])
         except BaseException as error:
-            if 0 < written < len(line):  # leave no half of a line
+            if 0 < written < len(line):  # leave no part of a line
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             if not isinstance(error, OSError):
                 raise
@@ -162,9 +162,9 @@ class Journal:
         self._note(sample)
 
     def replace(self, samples: Mapping[Key, Sample]) -> None:
-        """Write other samples in the place of those with their keys. A kill leaves the file as it was, or with them.
+        """Replace samples by others of the same keys. A kill leaves the file with all of the new ones or with none.
 
-        Raises OSError if they cannot be written, as on a full disk; then the file is as it was.
+        Raises OSError if they cannot be written, as on a full disk; then the file is unchanged.
         """
         try:
             new = self._put_in_place(samples)
@@ -177,12 +177,12 @@ class Journal:
             self._note(sample)
 
     def _put_in_place(self, samples: Mapping[Key, Sample]) -> int:
-        """Replace the file by one with these samples in place of those of their keys. Return its descriptor."""
+        """Replace the file by a new one, in which these samples replace those of their keys. Return its descriptor."""
         file = -1
         try:
             with replacing(self.path, sync=True) as part:
                 file = os.open(part, _FLAGS | os.O_TRUNC, 0o600)
-                _lock(file)  # before it has the name by which others open it
+                _lock(file)  # before it gets the name by which other processes open it
                 os.fchmod(file, stat.S_IMODE(os.fstat(self._file).st_mode))
                 with open(file, "ab", closefd=False) as new:
                     for sample in self.samples():
@@ -199,7 +199,7 @@ class Journal:
         return self._prompts.get(problem_id, prompt) != prompt
 
     def check_sampling(self, asked: Mapping[str, Any]) -> None:
-        """Raise InvalidInputError if the file's samples were sampled otherwise: one file has one distribution."""
+        """Raise InvalidInputError if the file's samples have other settings: one file has one distribution."""
         for name, value in asked.items():
             found = self._sampling.get(name, value)
             if found != value:
@@ -246,7 +246,7 @@ class Journal:
     def _close_in_forked_processes(self) -> None:
         this = weakref.ref(self)
 
-        def close() -> None:  # or an engine, say, that outlives a kill would hold the lock
+        def close() -> None:  # otherwise a forked process that outlives a kill, such as an engine, would hold the lock
             if (journal := this()) is not None:
                 journal.close()
 
@@ -254,7 +254,7 @@ class Journal:
             os.register_at_fork(after_in_child=close)
 
     def _check_is_new(self, sample: Sample, place: str) -> None:
-        """Raise InvalidInputError for a sample that stands there twice, as where files were put together."""
+        """Raise InvalidInputError for a sample that the file holds twice, such as after files were joined."""
         if sample.key in self._rewards:
             raise InvalidInputError(
                 f"{self.path}, {place}: the sample {tuple(sample.key)} stands there twice; remove one, or write to "
@@ -266,11 +266,11 @@ class Journal:
         self._weights.setdefault(sample.epoch, sample.weight_version)
         if sample.id not in self._prompts:
             self._prompts[sample.id] = hash(str(sample.prompt_ids))
-        if sample.sampling is not None:  # earlier releases wrote less into it, or nothing
+        if sample.sampling is not None:  # earlier releases wrote fewer settings, or none
             self._sampling = sample.sampling | self._sampling
 
     def _read(self, end: int | None = None) -> Iterator[Sample]:
-        """Yield the samples of the first ``end`` bytes, or of all."""
+        """Yield the samples of the file's first ``end`` bytes; None: of all."""
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if end is not None:
@@ -295,7 +295,7 @@ class Journal:
         return 0
 
     def _mend_last_line(self, begin: int) -> None:
-        """Remove a last line that was cut off, or end it if only that is missing. begin: where it begins, in bytes."""
+        """Remove a last line that was cut off. If only its newline is missing, add that. begin: its first byte."""
         last = os.pread(self._file, os.fstat(self._file).st_size - begin, begin)
         if not last:
             return
@@ -314,15 +314,15 @@ class Journal:
 
 
 def as_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample's fields as they are read from its line. Raises what JSON or a value's ``str`` raises."""
+    """Return a sample's fields as they are read from its line. Raises any error of JSON or of a value's ``str``."""
     made: dict[str, Any] = json.loads(as_text(fields))
     return made
 
 
 def as_text(value: Any) -> str:
-    """Return a value as JSON: null for NaN and infinity, which JSON lacks, and a text for other values.
+    """Return a value as JSON. NaN and infinity become null, and other values that JSON lacks their text.
 
-    Raises what JSON or a value's ``str`` raises.
+    Raises any error of JSON or of a value's ``str``.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
@@ -342,7 +342,7 @@ def _finite(value: Any) -> Any:
 
 
 def _lock(file: int) -> None:
-    """Lock a file for this process, where the system can. Raises BlockingIOError if another has it locked."""
+    """Lock a file for this process if the system can. Raises BlockingIOError if another process has it locked."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""Say what a rollout samples, and count what each epoch brought."""
+"""Define what a rollout samples, and count the results of each epoch."""
 
 import math
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ _MOST_TOKENS = 2**31 - 1
 class Plan:
     """Say what to sample.
 
-    samples: answers to each problem in each epoch. max_tokens: longest response. seed: makes a sample's random numbers,
-    together with its name, so that a rollout without drafts can be repeated; vLLM then draws them row by row, which
-    takes time in large batches. None: the engine's seed, which must differ from run to run, or a resumed rollout
-    repeats samples. stop: texts that end a response.
+    samples: answers to each problem in each epoch. max_tokens: longest response. seed: seeds each sample's random
+    numbers, together with the sample's key, so that a rollout without drafts can be repeated. vLLM then draws them row
+    by row, which takes time in large batches. None: the engine's seed, which must differ from run to run: otherwise a
+    resumed rollout repeats samples. stop: texts that end a response.
     Raises ConfigurationError for a value out of range.
     """
 
@@ -53,8 +53,8 @@ class Plan:
 def distribution(model: str, plan: Plan) -> dict[str, Any]:
     """Return the settings that decide the distribution of a rollout's samples, except how the model is loaded.
 
-    model: a folder or a hub id. A folder is written out, because a relative path or a link may lead to another one in
-    the next run.
+    model: a folder or a hub id. A folder becomes an absolute path without links, because a relative path or a link may
+    lead to another folder in the next run.
     """
     return {
         "model": str(Path(model).resolve()) if Path(model).exists() else model,
@@ -67,7 +67,7 @@ def distribution(model: str, plan: Plan) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class EpochFigures(DraftRates):
-    """Count what an epoch brought so far.
+    """Count the results of an epoch so far.
 
     resumed: samples that the journal held before; their rewards count, their tokens don't. steps: decode steps of the
     samples, added up. seconds: since the epoch began. reward_errors: samples whose reward failed.

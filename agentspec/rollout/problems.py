@@ -14,14 +14,14 @@ from agentspec.json_lines import read_objects
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _CHATS = ("prompt", "messages")
 _MEDIA = ("images", "videos")
-"""Columns of TRL's and verl's files from which a model sees what its prompt is about."""
+"""Columns of TRL's and verl's files with the images and videos that a prompt is about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Hold one problem.
 
-    prompt: a text, a chat as a list of messages, or token ids. fields: what else its line holds, passed through to
+    prompt: a text, a chat as a list of messages, or token ids. fields: the other fields of its line, passed through to
     its samples and to the reward function.
     """
 
@@ -36,9 +36,9 @@ class Problem:
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
-        """Return the tools that the chat template writes into the prompt: ``tools`` of the fields, beside messages.
+        """Return the tools that the chat template writes into the prompt; None without any, or without messages.
 
-        They are a list of objects, or its JSON, as TRL has them. None where there are none. Raises InvalidInputError
+        The field ``tools`` holds them as a list of objects, or as its JSON, as in TRL's files. Raises InvalidInputError
         for anything else.
         """
         tools = self.fields.get("tools") if self.is_chat else None
@@ -56,14 +56,14 @@ class Problem:
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """Read all problems of a file: ``.parquet``, or JSON lines for any other name, also ones that gzip compressed.
+    """Read all problems of a file: ``.parquet``, or JSON lines for any other name, which may be compressed by gzip.
 
     A problem has an "id" (a string or a number, once in the file) and a "prompt" (a text, or messages as verl writes
     them), "messages" or "prompt_token_ids". "tools" beside messages go into the chat template.
 
     Raises InvalidInputError that names the line and the field.
     """
-    if not (path.is_file() or path.is_fifo()):  # a pipe, as of a shell's <(head problems.jsonl)
+    if not (path.is_file() or path.is_fifo()):  # a shell's <(head problems.jsonl) is a pipe
         what = "is a folder" if path.is_dir() else "no such file"
         raise InvalidInputError(f"{path}: {what}; give a file of problems, .jsonl or .parquet")
     problems: dict[str, Problem] = {}
@@ -88,7 +88,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise InvalidInputError(f"{path}: reading parquet needs pyarrow: pip install 'agentspec[rollout]'") from None
     try:
         rows = parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError, ValueError, OverflowError) as error:  # or Python lacks the value
+    except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two: Python lacks the value
         raise InvalidInputError(f"{path}: cannot be read as parquet ({first_line(error)})") from None
     for number, row in enumerate(rows, 1):
         messages = {name: _without_nulls(row[name]) for name in (*_CHATS, "tools") if name in row}
@@ -96,9 +96,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return messages without what parquet adds: each has the fields of all, with null where there was none.
+    """Return messages without the nulls that parquet adds, where each message has the fields of all messages.
 
-    Templates ask whether a message has tool calls, and write out the arguments of a call.
+    Chat templates would take them for tool calls, or for arguments of a call.
     """
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
@@ -138,10 +138,10 @@ def _problem(place: str, row: dict[str, Any]) -> Problem:
 
 
 def _prompt(place: str, name: str, prompt: Any) -> Any:
-    """Return a prompt; messages with their text parts joined. Raises InvalidInputError for what can be none."""
+    """Return a prompt, with the text parts of messages joined. Raises InvalidInputError for any other value."""
     try:
         json.dumps(prompt, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:  # the tokenizer would speak of types, once vLLM has started
+    except UnicodeEncodeError:  # the tokenizer's error would come once vLLM has started, and speak of types
         raise InvalidInputError(f"{place} holds half of a surrogate pair, which is no text; remove it") from None
     if isinstance(prompt, str) and name == "prompt":
         if prompt:
@@ -172,4 +172,4 @@ def _message(place: str, message: dict[str, Any]) -> dict[str, Any]:
             f"{place}: its content is neither a text nor a list of text parts, and nothing else reaches the model; "
             "leave the problem out or change it"
         )
-    return {**message, "content": "\n".join(texts)}  # as vLLM joins them for templates that take a text
+    return {**message, "content": "\n".join(texts)}  # vLLM joins them so, too, for templates that take a text

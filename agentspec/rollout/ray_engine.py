@@ -21,11 +21,11 @@ from agentspec.server_ext.vllm_adapter.offline import Answer, OfflineEngine, Sam
 logger = logging.getLogger(__name__)
 
 _TURN_SECONDS = 0.2
-"""Longest turn: a worker steps for so long, or until a request finishes, before it looks for new requests."""
+"""Longest turn of a worker. It steps for so long, or until a request finishes, before it looks for new requests."""
 _MOST_DEATHS = 3
-"""Workers that may die one after the other while nothing finishes."""
+"""Most workers that may die one after the other while no request finishes."""
 _SILENT_SECONDS = 300.0
-"""How long nothing is said while no worker answers. A large model takes minutes to load."""
+"""Time without an answer of any worker after which a warning is logged. A large model takes minutes to load."""
 _HANDED_ON = ("AGENTSPEC_", "VLLM_", "HF_")
 """Prefixes of the environment variables that the workers get from the driver."""
 
@@ -38,14 +38,15 @@ Request = tuple[str, list[int], Sampling, dict[str, Any]]
 class RayWorker:
     """Hold an engine in a Ray actor and step it.
 
-    environment: set before vLLM is imported. weights: loaded first, for a worker in the place of a dead one.
+    environment: variables to set before vLLM is imported. weights: weights to load first, for a worker that replaces a
+    dead one; None: the model's own.
     """
 
     def __init__(
         self, model: str, options: Mapping[str, Any], environment: Mapping[str, str], weights: Weights | None
     ) -> None:
         os.environ.update(environment)
-        # In the actor's own process, the engine ends with it.
+        # Run the engine core in the actor's own process, so that it ends with the actor.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self._engine = OfflineEngine.start(model, **options)
         if weights is not None:
@@ -53,7 +54,7 @@ class RayWorker:
         self._open: set[str] = set()
 
     def max_running(self) -> int:
-        """Return the most requests that run at once. The first answer of a worker: its engine is ready."""
+        """Return the most requests that run at once. An answer means that the engine is ready."""
         return self._engine.max_running
 
     def loaded(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class RayWorker:
         return self._engine.loaded
 
     def work(self, requests: Sequence[Request]) -> list[Answer]:
-        """Start requests, and step until some request finishes or the turn is over. Return what finished."""
+        """Start requests, and step until a request finishes or the turn is over. Return the finished answers."""
         for request in requests:
             self._engine.add(*request)
             self._open.add(request[0])
@@ -104,8 +105,8 @@ class RayWorker:
 class _Member:
     """Hold what the driver knows of a worker.
 
-    waiting: requests that it has not been given. open: all that it owes an answer, by id. call: its turn's future.
-    given: requests so far.
+    waiting: requests that are still to be sent to it. open: all requests without an answer yet, by id. call: future of
+    the turn that runs. given: number of requests so far.
     """
 
     number: int
@@ -119,8 +120,8 @@ class _Member:
 class RayEngine:
     """Start, step and abort requests on workers, as ``OfflineEngine`` does on its engine.
 
-    A worker that dies is replaced, and its requests start again. make: from the number of actors made before, and the
-    weights to load, to a new actor.
+    A worker that dies is replaced, and its requests start again. make: function that returns a new actor. It gets the
+    number of actors made before, and the weights to load.
     """
 
     def __init__(self, ray: Any, make: Callable[[int, Weights | None], Any], workers: int, model: str) -> None:
@@ -135,7 +136,7 @@ class RayEngine:
             self.max_running = sum(self._get(member.actor.max_running.remote()) for member in self._members)
             self.loaded: dict[str, Any] = self._get(self._members[0].actor.loaded.remote())
         except BaseException as error:
-            self._kill(*self._members)  # or those that did start would keep their GPUs
+            self._kill(*self._members)  # otherwise those that did start would keep their GPUs
             if isinstance(error, ray.exceptions.RayError):
                 raise RolloutError(f"a worker did not start: {_reason(error)}") from error
             raise
@@ -144,9 +145,9 @@ class RayEngine:
     def start(cls, model: str, workers: int, **options: Any) -> "RayEngine":
         """Start workers on the cluster that ``ray.init`` finds, or on this machine, and wait until all are ready.
 
-        options: as ``vllm.LLM`` takes them. A worker takes one CPU, and in a cluster with GPUs as many as its engine
-        has tensor-parallel ranks. Raises ConfigurationError without Ray, for fewer than one worker, and for more than
-        the cluster has room for. Raises RolloutError if a worker does not start.
+        options: as ``vllm.LLM`` takes them. A worker takes one CPU and, in a cluster with GPUs, one GPU for each
+        tensor-parallel rank of its engine. Raises ConfigurationError without Ray, for fewer than one worker, and for
+        more than the cluster has room for. Raises RolloutError if a worker does not start.
         """
         ray = _import_ray()
         if workers < 1:
@@ -162,14 +163,14 @@ class RayEngine:
         actor = ray.remote(RayWorker).options(num_cpus=1, num_gpus=gpus)
 
         def make(made: int, weights: Weights | None) -> Any:
-            # Engines with one seed would draw the same samples, one in the place of a dead one those drawn before.
+            # Engines with one seed would draw the same samples, and a worker that replaces a dead one would repeat its.
             seed = {"seed": int(options["seed"]) + made} if "seed" in options else {}
             return actor.remote(model, {**options, **seed}, environment, weights)
 
         return cls(ray, make, workers, model)
 
     def add(self, request_id: str, prompt: list[int], sampling: Sampling, extra: dict[str, Any]) -> None:
-        """Start a request, on its group's worker unless that has more than its share to do."""
+        """Start a request on its group's worker, or on the least busy one if the group's has far more to do."""
         group = extra.get("group_id", request_id)
         least = min(self._members, key=lambda member: (len(member.open), member.given))
         member = self._groups.setdefault(group, least)
@@ -215,12 +216,12 @@ class RayEngine:
             if ended:
                 member.actor.abort.remote(sorted(ended))
             if ended and not member.open:
-                member.call = None  # its answers would be taken for those of later requests of the same name
+                member.call = None  # its answers would be taken for those of later requests with the same ids
 
     def tokenise(
         self, prompt: str | Sequence[int] | Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> list[int]:
-        """Return a prompt's token ids. Raises what ``OfflineEngine.tokenise`` raises."""
+        """Return a prompt's token ids. Raises InvalidInputError as ``OfflineEngine.tokenise`` does."""
         tokens: list[int] = self._ask("tokenise", prompt, tools)
         return tokens
 
@@ -231,7 +232,7 @@ class RayEngine:
 
     def update_weights(self, update: Callable[[Any, int], Any], epoch: int) -> Any:
         """Load an epoch's weights on every worker, at the same time. Return their version."""
-        self._weights = None  # a worker in the place of a dead one is asked below
+        self._weights = None  # a worker that replaces a dead one is told below, not when it is made
         calls = [member.actor.update_weights.remote(update, epoch) for member in self._members]
         version: Any = None
         for member, call in zip(self._members, calls, strict=True):
@@ -250,7 +251,7 @@ class RayEngine:
             member.actor.begin_epoch.remote()
 
     def close(self) -> None:
-        """End the workers, once the store has what they finished. What goes wrong in one is logged."""
+        """End the workers once the store has their finished turns. Logs a worker's error instead of raising it."""
         calls = [member.actor.close.remote() for member in self._members]
         try:
             for member, call in zip(self._members, calls, strict=True):
@@ -264,7 +265,7 @@ class RayEngine:
             self._kill(*self._members)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the first worker."""
+        """Call a method of the first worker, again if that dies and is replaced."""
         member = self._members[0]
         while True:
             try:
@@ -273,7 +274,7 @@ class RayEngine:
                 self._replace(member, error)
 
     def _first(self, calls: list[Any]) -> Any:
-        """Wait for the first of these calls to end, and return it. Log that none does."""
+        """Wait for the first of these calls to end, and return it. Log a warning every _SILENT_SECONDS until then."""
         while True:
             ready, _ = self._ray.wait(calls, num_returns=1, timeout=_SILENT_SECONDS)
             if ready:
@@ -289,31 +290,31 @@ class RayEngine:
             self._ray.kill(member.actor)
 
     def _get(self, call: Any) -> Any:
-        """Return a call's result. Raises the worker's own error without Ray's around it, and RayError if it died."""
+        """Return a call's result. Raises a worker's own error without Ray's around it; RayError if the worker died."""
         self._first([call])
         try:
             return self._ray.get(call)
         except self._ray.exceptions.RayTaskError as error:
-            if type(error.cause) is self._ray.exceptions.RayError:  # the worker's own cannot be pickled
+            if type(error.cause) is self._ray.exceptions.RayError:  # the worker's own error cannot be pickled
                 raise RolloutError(f"a worker failed: {_reason(error.cause)}") from error
             raise error.cause from None
 
     def _replace(self, member: _Member, error: Exception) -> None:
-        """Start a worker in the place of a dead one, with its weights and requests. The others go on meanwhile.
+        """Replace a dead worker by a new one with its weights and requests. The others go on meanwhile.
 
-        Raises RolloutError if worker after worker dies and nothing finishes.
+        Raises RolloutError if worker after worker dies and no request finishes.
         """
         self._deaths += 1
         if self._deaths > _MOST_DEATHS:
             raise RolloutError(f"{self._deaths} workers died one after the other: {_reason(error)}") from error
         logger.warning("agentspec: worker %d died, %d requests start again", member.number, len(member.open))
-        self._kill(member)  # one that the network has cut off lives on, and keeps its GPUs
+        self._kill(member)  # a worker that the network has cut off lives on, and would keep its GPUs
         member.actor, member.call = self._make(next(self._made), self._weights), None
         member.waiting = list(member.open.values())
 
 
 def _reason(error: Exception) -> str:
-    """Return the first and the last line of a dead worker's error: what happened, and an error that caused it."""
+    """Return the first and last line of a dead worker's error, which say what happened and by which error."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " … ".join(dict.fromkeys((lines[0].strip(), lines[-1].strip())))
 

@@ -23,17 +23,17 @@ from agentspec.server_ext.vllm_adapter.offline import result_of
 logger = logging.getLogger(__name__)
 
 Reward = Callable[[Problem, Sample], Any]
-"""Called once for each finished sample, in a thread. Returns a finite number, or an awaitable of one."""
+"""Function that is called in a thread for each finished sample. Returns a finite number, or an awaitable of one."""
 
 _THREADS = 4
 _FAILURES_LOGGED = 10
-"""A reward that is wrong fails for each of a million samples, and all but the first say nothing new."""
+"""Most failures that are logged: a wrong function fails for each of a million samples, in the same way."""
 _MOST_HUNG = 64
-"""Threads of calls that were given up and still run. With so many, no further calls begin."""
+"""Most threads of calls that were given up and still run. With that many, no further call begins."""
 
 
 class _Call(NamedTuple):
-    """Hold a call that runs. end: the time at which it is given up."""
+    """Hold a call that runs. end: time by `time.monotonic` at which it is given up."""
 
     sample: Sample
     end: float
@@ -43,10 +43,10 @@ class _Call(NamedTuple):
 class Rewards:
     """Score samples, a few at a time. The threads are daemons: none of them keeps the program from ending.
 
-    reward: None leaves the samples as they are. It gets copies of problem and sample. What it writes into the sample's
-    fields is kept if JSON has a form for it; if not, the reward has failed. seconds: after so long a sample gets an
-    error for its reward; an asynchronous call is cancelled, and the thread of any other call is left to itself. None: a
-    call may take any time. Raises ConfigurationError for seconds that are no time.
+    reward: function that gets copies of problem and sample; None leaves the samples as they are. Its changes to the
+    sample's fields are kept if they can be written as JSON; if not, the reward has failed. seconds: longest time of a
+    call; None: no limit. Then the sample gets an error in place of a reward. An asynchronous call is cancelled, and the
+    thread of any other call is left to itself. Raises ConfigurationError for ``seconds`` that are not above 0.
     """
 
     def __init__(self, reward: Reward | None, seconds: float | None = None) -> None:
@@ -61,11 +61,11 @@ class Rewards:
         self._failures = itertools.count(1)
 
     def __len__(self) -> int:
-        """Return how many samples were given and are not back."""
+        """Return how many samples were given and not yet taken back."""
         return len(self._waiting) + len(self._running)
 
     def drop(self) -> list[Sample]:
-        """Forget the samples that are not back, as those of a rollout that was interrupted. Return them as given."""
+        """Forget the samples that are not yet back, such as those of an interrupted rollout. Return them as given."""
         dropped = [call.sample for call in self._running.values()] + [sample for _, sample in self._waiting]
         self._waiting.clear()
         self._hung += [call.thread for call in self._running.values()]
@@ -78,7 +78,7 @@ class Rewards:
         self._start()
 
     def take(self, *, wait: bool = False) -> Iterator[Sample]:
-        """Yield the samples whose reward is known or given up. wait: for the next one, if there is none yet."""
+        """Yield the samples whose reward is known or given up. wait: whether to wait for one if there is none yet."""
         while self._running:
             until = min(call.end for call in self._running.values())
             pause = max(0.0, until - time.monotonic()) if wait else 0.0
@@ -94,7 +94,7 @@ class Rewards:
                 self._hung.append(self._running[number].thread)
                 sample = self._failed(self._running[number].sample, f"TimeoutError: {_took_over(self._seconds)}")
             if self._running.pop(number, None) is None:
-                continue  # which was given up before
+                continue  # this call was given up before
             wait = False
             self._start()
             yield sample
@@ -133,11 +133,11 @@ class Rewards:
         try:
             given = _copied(sample)
             value = self._value(_problem_copied(problem), given)
-        except BaseException as error:  # one bad answer, perhaps run as code, must not end a rollout of hours
+        except BaseException as error:  # a bad answer, which may be run as code, must not end a rollout of hours
             why = _described(error)
         try:
             given = replace(sample, fields=as_json(given.fields))
-        except BaseException as error:  # the text of a value is made by code of its type
+        except BaseException as error:  # a value's own `str` may raise anything
             given = sample
             why = why or f"what the reward wrote into sample.fields has no form in JSON ({_described(error)})"
         if why is None:
@@ -146,7 +146,7 @@ class Rewards:
             self._done.put((number, self._failed(given, why)))
 
     def _failed(self, sample: Sample, error: str) -> Sample:
-        """Return the sample with an error in place of its reward. Log it, if it is one of the first."""
+        """Return the sample with an error in place of its reward. Log the error if it is one of the first."""
         number = next(self._failures)  # threads share it
         if number <= _FAILURES_LOGGED:
             logger.warning("agentspec: the reward of %s failed: %s", tuple(sample.key), error)
@@ -169,7 +169,7 @@ class Rewards:
 
 
 def _copied(sample: Sample) -> Sample:
-    """Return a copy of a sample. Numbers need no deep copy, which would take milliseconds for thousands of them."""
+    """Return a copy of a sample. Its lists of numbers need no deep copy, which would take milliseconds."""
     return replace(
         sample,
         prompt_ids=list(sample.prompt_ids),
@@ -192,14 +192,14 @@ _LOOP_LOCK = threading.Lock()
 
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all asynchronous rewards, which may share a client then. It runs in a daemon thread."""
+    """Return the event loop of all asynchronous rewards, so that these can share a client. A daemon thread runs it."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="agentspec-reward-loop", daemon=True).start()
     return loop
 
 
 def _awaited(value: Any, seconds: float | None) -> Any:
-    """Return a value, or the result of an awaitable. Cancel that after ``seconds``, so that its thread ends."""
+    """Return a value, or an awaitable's result. Cancel the awaitable after ``seconds``, so that its thread ends."""
     if not inspect.isawaitable(value):
         return value
 
@@ -209,7 +209,7 @@ def _awaited(value: Any, seconds: float | None) -> Any:
     try:
         return future.result(seconds)
     except TimeoutError:
-        if future.done():  # the reward's own
+        if future.done():  # the reward function raised it itself
             raise
         future.cancel()
         raise TimeoutError(_took_over(seconds)) from None
@@ -220,12 +220,12 @@ def _took_over(seconds: float | None) -> str:
 
 
 def _shown(returned: Any) -> str:
-    """Return a value that is no number with its type, in a few words."""
+    """Return a value that is not a number as an error shows it: its type and the beginning of its text."""
     return "None" if returned is None else f"{type(returned).__name__}, {returned!r:.60}"
 
 
 def _described(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # an error of the user's, whose text has an error, too
+    except Exception:  # the user's error class may fail to make its text
         return type(error).__name__

@@ -71,9 +71,9 @@ class Joiner:
     def add(self, session: str, prompt: Int32Array, response: Int32Array, tenant: str | None = None) -> None:
         """Add a session's next call: the whole ``prompt``, int32 [P], and its ``response``, int32 [R].
 
-        The conversation is called by its session, and by its tenant if there is one.
+        The conversation has the session's name, with the tenant's in front if there is one.
         """
-        if len(prompt) == 0 or len(response) < 2:  # no token behind the first to draft
+        if len(prompt) == 0 or len(response) < 2:  # there is no token to draft behind the response's first
             return
         key, name = (tenant, session), session if tenant is None else f"{tenant}/{session}"
         before = self._open.setdefault(key, _Open(name))
@@ -102,7 +102,8 @@ def from_records(path: Path, tokenizer: str | None) -> list[Conversation]:
 def from_store(store: Store, namespace: str, newest: int | None) -> list[Conversation]:
     """Return the conversations of a tenant's log that all of its callers share.
 
-    Left out are turns under scope "session", and turns whose earlier context the log no longer holds.
+    They lack turns of scope "session", and turns whose earlier context the log no longer holds. namespace: name of the
+    log. newest: number of newest records to read; None: all.
     """
     joiner, contexts = Joiner(), dict[str, SessionContexts]()
     for number, (entry, record) in enumerate(RecordReader().read(store.read(namespace, newest=newest))):
@@ -110,7 +111,7 @@ def from_store(store: Store, namespace: str, newest: int | None) -> list[Convers
             continue
         if entry.session:
             name, context = entry.session, contexts.setdefault(entry.session, SessionContexts())
-        else:  # the turn is a text of its own
+        else:  # the turn has no session, so it is a conversation of its own
             name, context = f"(none) {number}", SessionContexts()
         prompt = context.add(record)
         if prompt is not None and record.scope != "session":

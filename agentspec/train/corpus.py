@@ -1,7 +1,7 @@
 """Gather the conversations of a run, and divide them into those to train on and those held out.
 
 The sources are read once. Their conversations are divided by session and kept on disk, so that a resumed run trains on
-the same ones even if a source has grown.
+the same conversations even if a source has grown.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from agentspec.train.conversations import Conversation, cut, from_records, from_
 from agentspec.train.files import make_folder, readable, writable
 
 _PART = 2**20
-"""Bytes of a file that are hashed at once."""
+"""Most bytes of a file that are hashed at once."""
 Answer = Callable[[PromptsSource, Path], None]
 """Function that writes the target's answers to a source's prompts into a file of recorded calls."""
 
@@ -41,14 +41,14 @@ class Corpus:
 
 
 def source_sizes(config: TrainingConfig) -> list[int]:
-    """Return the bytes of each file of the sources. Raises InvalidInputError for a file that cannot be read."""
+    """Return the size of each of the sources' files, in bytes. Raises InvalidInputError for an unreadable file."""
     return [_size(path) for path in _files(config.data)]
 
 
 def folder_of(config: TrainingConfig, sizes: Sequence[int] | None = None) -> Path:
-    """Return the folder that caches what is computed from these data and this target.
+    """Return the folder that caches all that is computed from these data and this target.
 
-    sizes: the bytes that a run which goes on found in the files at its start; what they have grown by does not count.
+    sizes: size of each file in bytes when a resumed run began, so that later growth does not count; None: the present.
     """
     paths = _files(config.data)
     if sizes is None or len(sizes) != len(paths):
@@ -64,7 +64,8 @@ def folder_of(config: TrainingConfig, sizes: Sequence[int] | None = None) -> Pat
 def gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
     """Return the run's conversations, from ``folder`` if they were gathered before.
 
-    Raises InvalidInputError where there would be none to train on or none held out, and what the sources raise.
+    answer: called for each source of prompts. Raises InvalidInputError if none would be left to train on or to hold
+    out, and the errors of the sources.
     """
     files = _gathered(folder)
     if not is_gathered(folder):
@@ -105,10 +106,11 @@ def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
 
 
 def _apart(train: list[Conversation], held_out: list[Conversation]) -> Corpus:
-    """Return the conversations without those to train on of a session that is held out, too.
+    """Return both parts. Take the sessions that are held out, too, out of the conversations to train on.
 
-    Such a session has the same name and the same text, which one source may have to a later turn than the other. The
-    name alone says nothing: the prompts of two files may both be numbered. Raises InvalidInputError if none is left.
+    Sessions are the same if they have the same name and one's text begins with the other's, because a source may have
+    a session up to a later turn. The name alone proves nothing: two files may both number their prompts. Raises
+    InvalidInputError if none is left to train on.
     """
     texts: dict[str, list[Int32Array]] = {}
     for conversation in held_out:
@@ -161,7 +163,7 @@ def _stored(source: StoreSource, model: Model) -> list[Conversation]:
     name = model.name_or_path
     store = open_store(source.url, must_exist=True)
     try:
-        store.ping()  # or the secret would be a temporary one, with a warning, before the error
+        store.ping()  # raises here if the store is away; `server_secret` would warn and return a temporary secret
         logs = LogNames(find_model_key(name, given=source.model_key), server_secret(Settings(store=source.url)))
         return from_store(store, logs.of(source.tenant), source.newest)
     finally:
@@ -205,13 +207,13 @@ def _unreadable(path: Path, error: OSError) -> InvalidInputError:
 
 
 def _weights_of(folder: Path) -> list[tuple[str, int, int]]:
-    """Return names, sizes and times of change of a model's weights, which may be trained on in place."""
+    """Return names, sizes and change times of a model's weight files, because training may change them in place."""
     files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin")]
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _place(session: str) -> float:
-    """Return a number from 0 to 1, evenly spread, that depends on the session's name alone."""
+    """Return a number from 0 to 1, evenly distributed, that depends on the session's name alone."""
     return int.from_bytes(hashlib.blake2b(session.encode("utf-8", "surrogatepass"), digest_size=6).digest()) / 2**48
 
 

@@ -46,8 +46,8 @@ class Acceptance:
 def measure(speculator: Speculator, data: HiddenStates) -> Acceptance:
     """Replay the decoding of every response, and count the accepted draft tokens.
 
-    A draft is accepted as far as it equals the response. Up to there its inputs are the response's own tokens, so one
-    teacher-forced pass over all positions gives the drafts of every step.
+    A draft is accepted up to the first token that differs from the response. Up to there its inputs are the response's
+    own tokens, so one teacher-forced pass over all positions gives the drafts of every step.
     """
     n = speculator.config.n_predict
     tokens = steps = 0
@@ -64,7 +64,7 @@ def measure(speculator: Speculator, data: HiddenStates) -> Acceptance:
 
 
 def _matched(speculator: Speculator, data: HiddenStates, n: int) -> Iterator[list[int]]:
-    """Yield, for each response, the number of draft tokens that are accepted from each of its positions."""
+    """Yield, for each response, how many tokens of the n-token draft from each of its positions are accepted."""
     lengths = (
         pair
         for batch in _batches(pieces(data.responses))

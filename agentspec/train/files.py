@@ -1,4 +1,4 @@
-"""Name the file and the remedy where a training cannot read or write one."""
+"""Raise errors that name the file and the remedy where a training cannot read or write a file."""
 
 import errno
 import os
@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 
 UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError, SafetensorError)
-"""What torch, safetensors and transformers raise for a damaged file."""
+"""Errors of torch, safetensors and transformers for a damaged file."""
 
 
 def make_folder(path: Path, field: str) -> None:
-    """Make a folder. Raises ConfigurationError that names the configuration's field if nothing can be written there."""
+    """Make a folder. Raises ConfigurationError, which names the configuration's field, if it cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -28,7 +28,10 @@ def make_folder(path: Path, field: str) -> None:
 
 @contextmanager
 def readable(file: Path, remove: Path | None = None) -> Iterator[None]:
-    """Raise InvalidInputError for a damaged file. remove: what to remove, so that it is made again; None: the file."""
+    """Raise InvalidInputError if the block finds the file damaged.
+
+    remove: folder or file that the error says to remove, so that it is made again; None: the file itself.
+    """
     try:
         yield
     except UNREADABLE as error:
@@ -39,9 +42,9 @@ def readable(file: Path, remove: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def writable(file: Path) -> Iterator[None]:
-    """Raise OSError that names the file for the errors of torch and safetensors while they write one.
+    """Raise OSError, which names the file, for errors of torch and safetensors while they write it.
 
-    On a full disk these speak of a position and name no file.
+    On a full disk their own errors speak of a position, and name no file.
     """
     try:
         yield

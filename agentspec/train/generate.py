@@ -19,10 +19,10 @@ _TOGETHER = 64
 def answer_prompts(source: PromptsSource, model: Model, out: Path, progress: Callable[[int, int], None]) -> None:
     """Write an answer to every prompt into ``out``, in the format of ``agentspec simulate``.
 
-    Prompts that ``out`` has answers to are skipped, so a run that was cut off goes on; vLLM is started only where
-    answers are missing. Sampled answers depend on the seed in ``engine`` (vLLM's default is 0), not on the training's,
+    Prompts that ``out`` has answers to are skipped, so a run that was cut off goes on; vLLM is started only if answers
+    are missing. Sampled answers depend on the seed in ``engine`` (vLLM's default is 0), not on the training's seed,
     because trainings with other seeds share them. ``progress`` gets the number of answers done and of all. Raises
-    InvalidInputError naming file and line of a prompt that cannot be used, ConfigurationError where vLLM cannot be
+    InvalidInputError that names file and line of a prompt that cannot be used, and ConfigurationError if vLLM cannot be
     imported or refuses ``engine``.
     """
     prompts = list(_read(source.path))
@@ -56,14 +56,14 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
             raise InvalidInputError(f'{path}, line {number}: give "messages", a chat, or "prompt", a text')
         try:
             json.dumps(prompt, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # the tokenizer would speak of types, once vLLM has started
+        except UnicodeEncodeError:  # the tokenizer's error would come once vLLM has started, and speak of types
             raise InvalidInputError(
                 f"{path}, line {number}: holds half of a surrogate pair, which is no text"
             ) from None
         if not _are_objects(prompt.get("tools") or []):
             raise InvalidInputError(f"{path}, line {number}: tools: a list of objects expected, as in OpenAI's API")
         if prompt.get("id") is not None:
-            check_session_id(str(prompt["id"]), f"{path}, line {number}: id")  # now, not after the answers
+            check_session_id(str(prompt["id"]), f"{path}, line {number}: id")  # before vLLM answers hours of prompts
         yield prompt
 
 
@@ -77,7 +77,7 @@ def _are_objects(value: Any) -> bool:
 
 
 def _answered(out: Path) -> int:
-    """Return the number of answers in the file; remove one that was cut off in the middle."""
+    """Return the number of answers in the file. Remove a last line that was cut off."""
     if not out.exists():
         return 0
     content = out.read_bytes()

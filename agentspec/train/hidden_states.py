@@ -28,7 +28,7 @@ _FORWARD_TOKENS = 8_192
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """Hold what a speculator must know of its target. ``dtype``: precision of the target's stored weights."""
+    """Hold what a speculator needs to know of its target. ``dtype``: precision of the target's stored weights."""
 
     hidden_size: int
     vocab_size: int
@@ -49,13 +49,16 @@ def target_shape(name: str) -> TargetShape:
             architectures=tuple(config.architectures or ()),
             dtype=text.dtype or torch.float32,
         )
-    except (OSError, ValueError, AttributeError, TypeError) as error:  # the latter of models that write no text
+    except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: a model that writes no text
         raise _unusable(name, error) from error
 
 
 @contextmanager
 def fitting(field: str, remedy: str) -> Iterator[None]:
-    """Raise ConfigurationError that names the field of the configuration where the device's memory is full."""
+    """Raise ConfigurationError, which names the configuration's field, if the block fills the device's memory.
+
+    remedy: value to write for the field.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -85,13 +88,13 @@ class Target:
         self._device = device
         text = model.config.get_text_config()
         self.vocab_size = int(text.vocab_size)
-        rotary = any(hasattr(text, name) for name in ("rope_parameters", "rope_theta"))  # these have no last position
+        rotary = any(hasattr(text, name) for name in ("rope_parameters", "rope_theta"))  # without a last position
         self.max_length: int | None = None if rotary else getattr(text, "max_position_embeddings", None)
 
     def hidden_states(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Return the states after the final norm, [T, H] for each sequence, int64 [T].
 
-        All are one batch, padded at the end, where a causal model never looks.
+        All sequences are one batch, padded at the end, which no earlier position of a causal model reads.
         """
         ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self._device)
         with torch.inference_mode():
@@ -99,7 +102,7 @@ class Target:
         return [state[: len(sequence)] for state, sequence in zip(states, sequences, strict=True)]
 
     def head(self) -> Tensor | None:
-        """Return the head's weights [V, H]; None if the logits are more than the head applied to the hidden states."""
+        """Return the head's weights [V, H]; None if the head, applied to hidden states, does not give the logits."""
         probe = torch.arange(min(16, self.vocab_size), device=self._device)[None]
         module = self._model.get_output_embeddings()
         with torch.inference_mode():
@@ -123,7 +126,7 @@ class Response:
 
 
 def plan(conversations: Sequence[Conversation]) -> list[list[int]]:
-    """Return the conversations (by index) of each shard, longest first, so that a batch has little padding."""
+    """Return the indices of each shard's conversations, longest first, so that batches have little padding."""
     order = sorted(range(len(conversations)), key=lambda i: (-len(conversations[i].tokens), i))
     shards: list[list[int]] = []
     room = 0
@@ -142,9 +145,9 @@ def extract(
     open_target: Callable[[], Target],
     progress: Callable[[int], None],
 ) -> None:
-    """Write the shards that ``folder`` lacks. Call ``progress`` with each number of tokens computed or found there.
+    """Write the shards that ``folder`` lacks. ``progress`` is called with each number of tokens computed or found.
 
-    The target is loaded only if a shard is missing. A shard appears under its name when it is whole.
+    The target is loaded only if a shard is missing. A shard gets its name when it is whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target: Target | None = None

@@ -1,4 +1,4 @@
-"""Run a training from data to report: hidden states, training, measuring, and the files that it writes."""
+"""Run a training from data to report: compute hidden states, train, measure, and write the files."""
 
 import gc
 import json
@@ -37,7 +37,7 @@ _LOG_SECONDS = 60.0
 
 
 def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
-    """Run ``config`` to its end, going on where an earlier call was cut off. Return what ``report.json`` says.
+    """Run ``config`` to its end, going on where an earlier call was cut off. Return the content of ``report.json``.
 
     Writes the report and the speculator, which ``load_speculator`` and ArcticInference read, to
     ``checkpoint.output_dir``. Raises ConfigurationError and InvalidInputError that name the field and the remedy.
@@ -89,7 +89,7 @@ def _train(config: TrainingConfig, out: Path, console: Console) -> dict[str, Any
 
 @contextmanager
 def _folder(path: Path) -> Iterator[None]:
-    """Make a folder now, so that it cannot fail after hours of training. If nothing comes into it, remove it again."""
+    """Make a folder before hours of training, so that its errors come now. If it stays empty, remove it again."""
     was_there = path.exists()
     make_folder(path, "checkpoint.output_dir")
     try:
@@ -109,7 +109,7 @@ def _stop_signals() -> Iterator[list[int]]:
         if len(stops) > 1:
             raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield stops
         return
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -157,9 +157,9 @@ class _Run:
 
     @staticmethod
     def _data_of(config: TrainingConfig, bars: _Bars) -> tuple[list[int], Path]:
-        """Return the sizes of the sources' files, and the folder of what is computed from them.
+        """Return the sizes of the sources' files in bytes, and the folder that caches what is computed from them.
 
-        A run that goes on keeps what it gathered at its start, even if its files have grown.
+        A resumed run keeps the data that it gathered at its start, even if its files have grown.
         """
         now, before = source_sizes(config), sizes_at_start(config)
         if before is not None and before != now and is_gathered(folder := folder_of(config, before)):
@@ -169,7 +169,7 @@ class _Run:
 
     @contextmanager
     def cache(self) -> Iterator[None]:
-        """Hold the cache folder while it is filled. Wait where another training of these data and this target does."""
+        """Lock the cache folder while it is filled. Wait while another training with the same folder fills it."""
 
         def wait() -> None:
             self._bars.console.print(f"waiting for another training, which fills {self.folder}", soft_wrap=True)
@@ -215,7 +215,7 @@ class _Run:
                 loss = trainer.train_step()
                 smooth = loss if smooth == 0.0 else 0.98 * smooth + 0.02 * loss
                 self._bars.update(bar, completed=trainer.step, description=f"training, loss {smooth:.3f}")
-                stopped = bool(stops)  # once: a signal after the save would be told that its step is saved
+                stopped = bool(stops)  # read once: a signal during the next lines must not stop an unsaved step
                 if trainer.step % every == 0 or stopped:
                     trainer.save()
                 if stopped:

@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Hold the M rows of several pieces, and the N of them that drafts start from.
+    """Hold the M rows of several pieces. N of them are starts, from which a draft is made.
 
     ``hidden``: [M, H]. ``tokens``: int64 [M]. ``starts``: int64 [N], row indices. ``left``: int64 [N], number of rows
     of the same response behind each start.
@@ -54,11 +54,11 @@ class Batch:
     left: Tensor
 
     def row(self, k: int) -> Tensor:
-        """Return int64 [N]: for each start the row k further on, or the response's last row if it ends before."""
+        """Return int64 [N]: the row k behind each start, or the response's last row if the response ends before."""
         return self.starts + self.left.clamp(max=k)
 
     def inputs(self, n: int) -> Tensor:
-        """Return int64 [N, n]: each draft's input tokens, taken from the response. Those behind its end are fillers."""
+        """Return int64 [N, n]: each draft's input tokens, from the response. Behind its end the last token repeats."""
         return torch.stack([self.tokens[self.row(k)] for k in range(n)], dim=1)
 
     def to(self, device: torch.device) -> "Batch":
@@ -76,7 +76,7 @@ def pieces(responses: Sequence[Response]) -> list[Piece]:
 
 
 def collate(data: HiddenStates, chosen: Sequence[Piece], n: int) -> Batch:
-    """Return the batch of these pieces for drafts of n tokens."""
+    """Return the batch of these pieces for drafts of n tokens, with up to n rows behind each piece."""
     hidden, tokens, starts, left = [], [], [], []
     at = 0
     for piece in chosen:
@@ -94,7 +94,7 @@ def collate(data: HiddenStates, chosen: Sequence[Piece], n: int) -> Batch:
 def draws(count: int, seed: int, begin: int) -> Iterator[int]:
     """Yield indices below ``count`` without end, each epoch in its own random order, from draw ``begin`` on.
 
-    An index depends on its draw number only, so a resumed run sees what an unbroken one would have seen.
+    An index depends on its draw number only, so a resumed run draws the same indices as an unbroken one.
     """
     epoch, at = divmod(begin, count)
     while True:
@@ -172,7 +172,7 @@ def rate_factor(step: int, total: int, warmup: float) -> float:
 
 
 def sizes_at_start(config: TrainingConfig) -> list[int] | None:
-    """Return the bytes of the sources' files at the start of the run that goes on; None without a checkpoint of one.
+    """Return the sizes in bytes that the sources' files had when the resumed run began; None without a checkpoint.
 
     Raises InvalidInputError for a damaged checkpoint.
     """
@@ -191,9 +191,8 @@ def _checkpoint(config: TrainingConfig) -> Path:
 class Trainer:
     """Train one speculator on ``device``.
 
-    head: the target's head [V, H], which the LK loss needs. data_key: identifies the data. sizes: bytes of the files
-    that it was read from, which the checkpoint keeps.
-    Raises ConfigurationError for a checkpoint of other settings or data.
+    head: the target's head [V, H], which the LK loss needs; None: the loss is cross_entropy. data_key: identifies the
+    data. sizes: sizes in bytes of the files that the data were read from, which the checkpoint keeps.
     """
 
     def __init__(
@@ -227,7 +226,7 @@ class Trainer:
     def resume(self) -> bool:
         """Load the checkpoint of an earlier run with the same settings. Return whether there was one.
 
-        Raises InvalidInputError for a damaged one, ConfigurationError for one of other settings.
+        Raises InvalidInputError for a damaged checkpoint, ConfigurationError for one of other settings or data.
         """
         if not self._file.exists():
             return False
@@ -294,7 +293,7 @@ class Trainer:
         return total
 
     def _loss(self, batch: Batch) -> Tensor:
-        """Return the sum over a draft's positions of their mean losses; with LK, the loss of whole drafts."""
+        """Return the loss: the sum of each position's mean cross-entropy, or the mean LK loss of whole drafts."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             drafted = self.speculator(
                 batch.hidden[batch.starts].float(), batch.inputs(self.speculator.config.n_predict)
