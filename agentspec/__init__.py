@@ -100,7 +100,7 @@ __all__ = [
 ]
 
 for _name in __all__:
-    if _name in globals():  # so that tracebacks show the name that users import
+    if _name in globals():  # tracebacks then show the name that users import
         globals()[_name].__module__ = __name__
 
 

@@ -1,4 +1,4 @@
-"""Show a server's address without what may be secret in it, and tell which hosts are this machine alone."""
+"""Show a server's address without secrets, and tell whether an address can be reached from this machine alone."""
 
 import ipaddress
 from urllib.parse import urlsplit
@@ -19,7 +19,7 @@ def is_loopback(host: str | None) -> bool:
     """Return whether a server that is bound to this host can be reached from its own machine alone."""
     try:
         return host == "localhost" or (host is not None and ipaddress.ip_address(host).is_loopback)
-    except ValueError:  # another name, which may lead anywhere
+    except ValueError:  # a name other than localhost may lead anywhere
         return False
 
 
@@ -27,5 +27,5 @@ def names_loopback(authority: str) -> bool:
     """Return whether the ``Host`` header of a request names the loopback interface. authority: its value."""
     try:
         return is_loopback(urlsplit(f"//{authority}").hostname)
-    except ValueError:  # no address
+    except ValueError:  # it is not an address
         return False

@@ -1,4 +1,4 @@
-"""Say how the drafts of a reply fared: rates, and the tokens of its decode steps. Loads no other module."""
+"""Define figures of a reply's drafts: rates, and the tokens of its decode steps. Imports no other agentspec module."""
 
 from typing import NamedTuple
 
@@ -25,9 +25,10 @@ class DraftRates:
 
 
 class DraftedToken(NamedTuple):
-    """Hold a token's text, and the source that drafted it; None for the model itself.
+    """Hold a token's text and its source.
 
-    text: None if the server does not tell a rejected token, because it may quote another caller.
+    text: None for a rejected token that the server keeps secret, because it may quote another caller. source: the
+    source that drafted the token; None: the model itself gave it.
     """
 
     text: str | None

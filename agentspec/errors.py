@@ -112,7 +112,7 @@ class RecordVersionError(RecordError):
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error, to quote it in a message; its type if the text is empty.
 
-    Of pydantic's, whose first line only counts errors, return the first one's field and message.
+    The first line of a pydantic error only counts errors, so return its first error's field and message.
     """
     from pydantic import ValidationError  # imported here: it takes long, and few errors need it
 

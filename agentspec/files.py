@@ -1,4 +1,4 @@
-"""Read files of lines that gzip may have compressed; write files that are whole or not there, or hold private text."""
+"""Read files of lines, also compressed by gzip; replace files as a whole, lock folders, and make private files."""
 
 import errno
 import gzip
@@ -19,9 +19,9 @@ _LOCK = ".lock"
 
 
 def read_lines(path: Path, progress: Callable[[int], None] = lambda read: None) -> Iterator[bytes]:
-    """Yield the lines of a file, also of one that gzip compressed, whatever its name is.
+    """Yield the lines of a file. One that gzip compressed is decompressed, whatever its name is.
 
-    progress: gets the number of bytes read so far. Raises InvalidInputError for a file that cannot be read.
+    progress: called with the number of bytes read so far. Raises InvalidInputError for a file that cannot be read.
     """
     try:
         with path.open("rb") as raw:
@@ -38,12 +38,12 @@ def read_lines(path: Path, progress: Callable[[int], None] = lambda read: None) 
 
 
 def is_path(name: str) -> bool:
-    """Return whether ``name`` can only be meant as a path. OWNER/NAME may be a repository of a hub, s3://… is none."""
+    """Return whether ``name`` can only be a path. OWNER/NAME may be a hub's repository, and s3://… is not a path."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or (name.count("/") > 1 and "://" not in name)
 
 
 def expand_home(path: str | Path) -> Path:
-    """Return a path with a home folder in place of ``~`` or ``~USER``. Raises OSError where there is none."""
+    """Return a path with a home folder in place of ``~`` or ``~USER``. Raises OSError if there is no such folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -52,10 +52,11 @@ def expand_home(path: str | Path) -> Path:
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
-    """Yield a path to write to. What is written there takes the place of ``path`` when the block ends.
+    """Yield the path of a new file, which replaces ``path`` when the block ends.
 
-    If the block raises, as on a full disk, ``path`` is as it was, nothing is left beside it, and an OSError names
-    ``path``. A link goes on naming its file. sync: whether a power failure, too, leaves either file whole.
+    If the block raises, as on a full disk, ``path`` is unchanged, the new file is removed, and an OSError names
+    ``path``. If ``path`` is a link, the file that it names is replaced. sync: whether ``path`` is the whole old or the
+    whole new file even after a power failure.
     """
     target = path.resolve()
     part = target.with_name(target.name + ".part")
@@ -74,10 +75,10 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
 
 
 def takes_json_lines(path: Path) -> bool:
-    """Return whether lines of JSON may be appended to a file: not to one that holds something else, as a store does.
+    """Return whether lines of JSON may be appended to a file, that is, whether it holds nothing else, such as a store.
 
-    A file that is missing or empty, that cannot be read, or that is no regular file, takes them. Raises OSError for a
-    path that names no file.
+    Files that are missing, empty or unreadable, and files that are not regular files, pass. Raises OSError for a path
+    that cannot name a file.
     """
     with suppress(FileNotFoundError, PermissionError):
         if path.is_file():  # opening a pipe could wait
@@ -88,10 +89,10 @@ def takes_json_lines(path: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path, busy: Callable[[], None]) -> Iterator[None]:
-    """Keep other processes that call this out of a folder, where the system has locks. A killed process holds none.
+    """Keep other processes that call this out of a folder during the block. A killed process loses its lock.
 
-    busy: called if another process is in there. It may raise; where it returns, wait until that process is done. A
-    folder in which no file can be made is not locked, because nobody writes there.
+    busy: called if another process holds the lock. It may raise; if it returns, wait for the lock. There is no lock if
+    the system has none, or for a folder in which no file can be made, because no process can write there.
     """
     path = folder / _LOCK
     file = _lock(path, busy)
@@ -105,7 +106,7 @@ def locked(folder: Path, busy: Callable[[], None]) -> Iterator[None]:
 
 
 def _lock(path: Path, busy: Callable[[], None]) -> int | None:
-    """Return the descriptor of a file that this process has locked; None where that cannot be."""
+    """Lock a file for this process and return its descriptor; None where locks or files cannot be made."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -125,7 +126,7 @@ def _lock(path: Path, busy: Callable[[], None]) -> int | None:
                 fcntl.lockf(file, fcntl.LOCK_EX)
             if os.path.samestat(os.fstat(file), path.stat()):
                 return file
-        except FileNotFoundError:  # the process before removed it, and another may have made it again
+        except FileNotFoundError:  # the process that held the lock removed the file; another may have made a new one
             pass
         except OSError:  # a file system without locks
             os.close(file)

@@ -20,7 +20,7 @@ _REFUSED = {
     "Zl": "line separator",
     "Zp": "paragraph separator",
 }
-"""What no id may hold, by Unicode's category."""
+"""Unicode categories of the characters that no id may hold, with their names in errors."""
 
 
 def check_session_id(value: str, field: str = "session") -> str:
@@ -64,7 +64,7 @@ def to_path(text: str) -> str:
 
 
 def from_header(value: str) -> str:
-    """Return the text for which `to_header` returns this value. What isn't percent-encoded UTF-8 stays as it is."""
+    """Return the text for which `to_header` returns this value. A value that isn't such UTF-8 is returned unchanged."""
     try:
         return unquote(value, errors="strict")
     except UnicodeDecodeError:

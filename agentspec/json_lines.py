@@ -18,8 +18,8 @@ def read_objects(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the object of each line that is not blank. gzip may have compressed the file.
 
-    progress: gets the number of bytes read so far. growing: whether a program may still write the file. Then a last
-    line that has no end yet is left out, with a warning. Raises InvalidInputError that names the line.
+    progress: called with the number of bytes read so far. growing: whether a program may still be writing the file.
+    Then a last line that has no end yet is left out, with a warning. Raises InvalidInputError, which names the line.
     """
     found = False
     for number, line in enumerate(read_lines(path, progress), 1):
@@ -42,13 +42,13 @@ def read_objects(
 
 
 class RepeatedFieldError(ValueError):
-    """An object of JSON has a field twice, of which JSON's readers take the last."""
+    """Raised for a JSON object that has a field twice, because JSON's readers would take the last one silently."""
 
 
 def why_refused(error: Exception) -> str | None:
-    """Return what is wrong with JSON that was not read though it is JSON; None where it is none.
+    """Return why JSON was refused although it is valid; None for an error of another kind.
 
-    A field stands there twice, or Python refuses a whole number for its length.
+    A field occurs twice, or Python refuses a whole number that is too long.
     """
     if isinstance(error, RepeatedFieldError):
         return str(error)
@@ -59,14 +59,15 @@ def why_refused(error: Exception) -> str | None:
 
 
 def whole(value: Any) -> Any:
-    """Return a whole float as an integer, anything else as it is: pandas writes 12.0 where other rows have no value."""
+    """Return a whole float as an integer, any other value unchanged. pandas writes 12.0 if other rows have no value."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def parse_line(line: bytes) -> Any:
-    """Return the value of a line of JSON. A byte order mark may be in front.
+    """Return the value of a line of JSON, which may begin with a byte order mark.
 
-    Raises ValueError or RecursionError if it is none, and RepeatedFieldError. Objects within it may repeat a field.
+    Raises ValueError or RecursionError if it is not JSON, and RepeatedFieldError if it is an object that has a field
+    twice. Objects within it may have one twice.
     """
     last: list[tuple[str, Any]] = []  # the fields of the object that ends last: the line's own
 

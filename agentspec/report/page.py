@@ -107,7 +107,7 @@ def _cells(turn: Turn) -> str:
 
 
 def _bar(turn: Turn) -> str:
-    """Return a bar of a turn's tokens by source. Its text says the same."""
+    """Return a bar of a turn's tokens by source, and the same as a text for screen readers."""
     parts = [(source, turn.accepted[source]) for source in SOURCES if turn.accepted[source]]
     said = ", ".join(f"{source} {count}" for source, count in parts) or "none"
     spans = "".join(
@@ -180,7 +180,7 @@ def _detail(turn: Turn) -> str:
                 pending = []
             pending.append(token)
             if token is step.tokens[-1] and step.rejected:
-                # What was rejected stood where the model's own token, the last one of the step, is now.
+                # The rejected draft began where the step's last token is now, which is the model's own.
                 own = pending.pop()
                 out += [_marked(pending), _rejected(step.rejected)]
                 pending = [own]

@@ -1,4 +1,4 @@
-"""Read the two kinds of records into sessions and turns."""
+"""Read both kinds of records, a client's and a server's, into sessions and turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentspec.files import read_lines
 from agentspec.json_lines import whole
 
 _Named = tuple[str | None, str | None]
-"""What tells sessions apart: the name, which several callers may use, and the server's key."""
+"""Identity of a session: its name, which several callers may use, and the server's key."""
 _SHOWN_DIGITS = 8
 
 
@@ -25,8 +25,8 @@ class Turn:
     """Hold one reply, or the sums over several. Without figures of a server with the extension, `steps` is 0.
 
     seconds: duration of the call; None if it is not known. text: None in a record that holds no text. detail: its
-    steps, if the record has them. without_steps, without_seconds: tokens of replies, in a sum, of which these are not
-    known.
+    steps, if the record has them. without_steps, without_seconds: in a sum, the tokens of replies whose steps or
+    seconds are not known.
     """
 
     tokens: int = 0
@@ -104,10 +104,11 @@ def total(turns: Iterable[Turn]) -> Turn:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a record, which gzip may have compressed. Raises InvalidInputError for a file that is none, with the line.
+    """Read a record, which gzip may have compressed.
 
-    A line that was not written to its end, as when the program was killed or the disk was full, is left out. The next
-    run goes on in the same file, so such a line may be in its middle, and hold the beginning of another one.
+    A line that was not written to its end, because the program was killed or the disk was full, is left out. The next
+    run appends to the same file, so such a line may be in the file's middle, joined with the line behind it. Raises
+    InvalidInputError, which names the line, for a file that is not a record.
     """
     sessions: dict[_Named, Session] = {}
     requests: dict[str, Turn] = {}
@@ -132,7 +133,7 @@ def read_run(path: str | Path) -> Run:
 
 
 def _tell_apart(sessions: Sequence[Session]) -> None:
-    """Add the beginning of its key to the name of each session whose name another caller's session has, too."""
+    """Add the beginning of a session's key to its name if another caller's session has the same name."""
     of_name = Counter(session.name for session in sessions)
     for session in sessions:
         if of_name[session.name] > 1 and session.key is not None:
@@ -147,7 +148,7 @@ def _refused(path: str | Path, number: int, error: Exception) -> InvalidInputErr
 
 
 def _add(line: dict[str, Any], sessions: dict[_Named, Session], requests: dict[str, Turn]) -> None:
-    """Add a line's reply, or step, to its session. Raises what a line of another form makes Python raise."""
+    """Add a line's reply, or step, to its session. Raises any of Python's errors for a line of another form."""
     turn = _step(line, requests.get(line["request"])) if "request" in line else _reply(line)
     name, key = _text(line, "session"), _text(line, "session_key")
     new = Session(name or "without a session", _text(line, "parent"), key)
@@ -160,7 +161,7 @@ def _add(line: dict[str, Any], sessions: dict[_Named, Session], requests: dict[s
 
 
 def _step(line: dict[str, Any], turn: Turn | None) -> Turn:
-    """Return the turn of a request with a step more; the server writes one line for each."""
+    """Return the request's turn with this line's step added. The server writes one line for each step."""
     tokens, source = _count(line["tokens"]), _text(line, "source")
     drafted, accepted = (_count(line[name]) if source is not None else 0 for name in ("drafted", "accepted"))
     turn = turn or Turn()
@@ -179,7 +180,7 @@ def _reply(line: dict[str, Any]) -> Turn:
     return Turn(
         tokens=_count(line["tokens"]),
         steps=_count(line.get("steps")),
-        seconds=None if line["tokens"] is None else seconds,  # the server did not say how many: they have no speed
+        seconds=None if line["tokens"] is None else seconds,  # without the number of tokens there is no speed
         drafted=_counts(line.get("drafted_by_source")),
         accepted=_counts(line.get("accepted_by_source")),
         text=_text(line, "text"),

@@ -3,9 +3,9 @@
     {"session": "fix-42", "turn": 0, "prompt_token_ids": [...], "response_token_ids": [...]}
     {"session": "fix-42", "turn": 1, "continues": true, "prompt_token_ids": [...], "response_token_ids": [...]}
 
-`turn`, `group` (several runs of one problem) and `tenant` are optional. With `"continues": true` the prompt is only
-what follows the session's previous prompt and response. Text (`prompt`, `response`) takes the place of token ids where
-a tokenizer is given. Fields of other names are left alone, and null is no value.
+`turn`, `group` (several runs of one problem) and `tenant` are optional. With `"continues": true` the prompt is only the
+part behind the session's previous prompt and response. With a tokenizer, a record may have text (`prompt`, `response`)
+in place of token ids. Other fields are ignored, and so are fields that are null.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ _A_TOKENIZER = "a tokenizer (--tokenizer; for a training, `tokenizer` beside the
 
 
 class Record(BaseModel):
-    """Hold one line of the file, as it stands there."""
+    """Hold the fields of one line of the file."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -48,7 +48,7 @@ class Record(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Hold one model call, ready to be replayed. prompt: int32 [P], all that the model saw. response: int32 [R]."""
+    """Hold one model call, ready to be replayed. prompt: int32 [P], the whole prompt. response: int32 [R]."""
 
     line: int
     session: str
@@ -68,9 +68,9 @@ def read_calls(
 ) -> Iterator[Call]:
     """Yield the file's calls one by one. Only the last text of each session stays in memory.
 
-    A file that gzip compressed is decompressed, whatever its name is. `tenant` replaces the records' own. `progress`
-    gets the number of bytes read so far. A last line that a program still writes is left out, with a warning. Raises
-    InvalidInputError naming file, line and field.
+    A file that gzip compressed is decompressed, whatever its name is. `tenant` replaces the records' own tenants.
+    `progress` gets the number of bytes read so far. A last line that a program is still writing is left out, with a
+    warning. Raises InvalidInputError, which names file, line and field.
     """
     last: dict[tuple[str | None, str], Int32Array] = {}
     for line, value in read_objects(path, progress, growing=True):
@@ -85,12 +85,12 @@ def read_calls(
 def open_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, of a folder that holds one, or of a model that transformers knows.
 
-    Special tokens in the text are encoded as such; none are added. option: what errors call the name.
-    Raises ConfigurationError naming what to install or to give.
+    Special tokens in the text are encoded as such; none are added. option: the option's name in errors.
+    Raises ConfigurationError, which says what to install or to give.
     """
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
-    if path.suffix == ".json" and not path.exists():  # a hub would be asked for a model of this name
+    if path.suffix == ".json" and not path.exists():  # otherwise transformers asks the hub for a model of this name
         raise ConfigurationError(f"{option} {name}: no such file; give a tokenizer.json or the folder of a model")
     library = "tokenizers" if file.is_file() else "transformers"
     try:
@@ -115,16 +115,16 @@ def open_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
 
 
 def _answers(model: str) -> bool:
-    """Return whether the hub answers when it is asked for a model.
+    """Return whether the hub answers a request about a model.
 
-    It is asked once: transformers repeats a question that cannot be sent for most of a minute.
+    This asks once. Without a connection, transformers would repeat its request for most of a minute.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         HfApi().model_info(model, timeout=_HUB_SECONDS)
-    except HfHubHTTPError:  # transformers says what it means
+    except HfHubHTTPError:  # the hub's own error, which transformers explains
         return True
     except Exception:  # the libraries raise whatever they like
         return False

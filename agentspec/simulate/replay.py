@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 
 class Durations:
-    """Count the durations of many calls in constant memory, each rounded to three digits."""
+    """Count the durations of many calls, each cut to three digits so that the memory stays bounded."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
     def add(self, nanoseconds: int) -> None:
-        """Count the duration of one call."""
+        """Count the duration of one call, in nanoseconds."""
         unit = 10 ** max(len(str(nanoseconds)) - 3, 0)
         self._counts[nanoseconds // unit * unit] += 1
 
     def time(self, call: Callable[[], T]) -> T:
-        """Make the call, count how long it took, and return what it returns."""
+        """Make the call, count its duration, and return its result."""
         begin = perf_counter_ns()
         result = call()
         self.add(perf_counter_ns() - begin)
@@ -91,13 +91,13 @@ def simulate(
     scope: Scope = "tenant",
     prefill_steps: bool = False,
 ) -> Figures:
-    """Replay the calls one after the other and return their figures.
+    """Replay the calls one after the other and return their figures. The counts are the same on every machine.
 
     A step drafts at most `max_draft` tokens (None: the policy's limit), verifies them against the record, and adds the
-    accepted tokens and the one after them. Drafts may run past the end of the response, as in an engine, which does
-    not know it; those tokens count as drafted. scope: the sources of drafts beside a call's own text. prefill_steps:
-    whether the first token of a response takes a step of its own, without a draft, as in an engine, where the step that
-    reads the prompt gives it. The counts are the same on every machine.
+    accepted tokens and the one after them. As in an engine, which does not know a response's end, drafts may run past
+    it; those tokens count as drafted. scope: the sources of drafts beside a call's own text. prefill_steps: whether the
+    first token of a response takes a step without a draft, as in an engine, where the step that reads the prompt gives
+    it.
     """
     from agentspec.cache.core import without_clock  # imported here: the records can be read without the core
 

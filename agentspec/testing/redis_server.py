@@ -23,12 +23,12 @@ _START_SECONDS = 60.0
 class RedisServer:
     """Run redis-server with ``appendonly yes``. A context manager.
 
-    Each answer follows the write to its file, so a kill costs nothing that it has acknowledged. With Redis's default,
-    ``appendfsync everysec``, the write may come two seconds later while a slow disk syncs the file.
-    ``kill()`` sends SIGKILL; ``start()`` starts it again on the same port with the same data, ``empty()`` removes these
-    between the two. ``freeze()`` stops it without a word (SIGSTOP) until ``thaw()``. ``options``: further settings of
-    redis.conf, such as ``{"requirepass": "secret", "maxmemory": "8mb"}``. sentinel: run it as a Sentinel.
-    Raises ConfigurationError if redis-server is not installed, StoreUnavailableError if it does not start.
+    The server answers after it has written to its file, so a kill loses nothing that it has acknowledged. With Redis's
+    default, ``appendfsync everysec``, the write may come two seconds later while a slow disk syncs the file.
+    ``kill()`` sends SIGKILL, and ``start()`` starts the server again on the same port with the same data, unless
+    ``empty()`` has removed them in between. ``freeze()`` stops the process (SIGSTOP) until ``thaw()``. ``options``:
+    further settings of redis.conf, such as ``{"requirepass": "secret", "maxmemory": "8mb"}``. sentinel: run it as a
+    Sentinel. Raises ConfigurationError if redis-server is not installed, StoreUnavailableError if it does not start.
     """
 
     def __init__(self, options: dict[str, str] | None = None, *, sentinel: bool = False) -> None:
@@ -62,7 +62,7 @@ class RedisServer:
         raise StoreUnavailableError(f"redis-server does not start; its log ends with: {self.log()[-500:]}")
 
     def log(self) -> str:
-        """Return what the server has logged since its data were last removed."""
+        """Return the server's log since its data were last removed."""
         log = self._log_file()
         return log.read_text(errors="replace") if log.exists() else ""
 
@@ -79,7 +79,7 @@ class RedisServer:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
 
     def freeze(self) -> None:
-        """Stop the server where it is: connections stay open, and nothing answers."""
+        """Stop the server's process. Its connections stay open, but get no answer."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -87,7 +87,7 @@ class RedisServer:
         self._signal(signal.SIGCONT)
 
     def client(self) -> Any:
-        """Return a client for tests, which waits as long as it takes."""
+        """Return a client for tests, which has no timeout."""
         return redis.Redis(port=self.port, password=self._options.get("requirepass"))
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class RedisServer:
             "appendfsync": "no",
             **self._options,
         }
-        if self._sentinel:  # writes into its file what it finds out
+        if self._sentinel:  # a Sentinel needs a file, into which it writes its findings
             file = Path(self._folder.name) / "sentinel.conf"
             kept = {
                 name: value for name, value in settings.items() if name not in ("save", "appendonly", "appendfsync")
@@ -135,7 +135,7 @@ class RedisServer:
             arguments = [str(file), "--sentinel"]
         else:
             arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        # What it says before it opens its log goes there, too: it may be what is wrong with its settings.
+        # Messages before the server opens its log go there, too: they may tell which of its settings is wrong.
         with self._log_file().open("ab") as log:
             return subprocess.Popen(
                 [self._program, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -154,8 +154,8 @@ class RedisServer:
 class RedisSentinels:
     """Run a server with a replica, and three Sentinels that fail over after half a second. A context manager.
 
-    The replica keeps what it has got; what the server acknowledged less than a moment before it died can be missing.
-    password: of the Sentinels, None: they ask for none.
+    After a failover, writes that the server acknowledged just before it died can be missing, because the replica has
+    only those that reached it. password: the Sentinels' password; None: they ask for none.
     """
 
     SERVICE = "mymaster"
@@ -245,7 +245,7 @@ class RedisClusterServers:
             options = {
                 "cluster-enabled": "yes",
                 "cluster-node-timeout": "2000",
-                "cluster-require-full-coverage": "no",  # otherwise one node that is away stops all
+                "cluster-require-full-coverage": "no",  # otherwise all nodes stop while one is away
             }
             buses = [free_port() for _ in range(3)]  # by default 10,000 above the port, which can be too high
             self.servers = [stack.enter_context(RedisServer({**options, "cluster-port": str(bus)})) for bus in buses]

@@ -1,16 +1,16 @@
 """Replay recorded agent runs on real vLLM with forced tokens, and measure them end to end.
 
 The replay replaces the target's choice at each position by the recorded response's token. Forward pass, scheduler,
-proposer and verification are vLLM's own. So a method drafts, and has accepted, what it would have had with the model
-that wrote the record, on any model shape, random weights included:
+proposer and verification are vLLM's own. So a method drafts the same tokens, and has the same accepted, as with the
+model that wrote the record, on any model shape, random weights included:
 
     calls = [Call("run-1", prompt, response), ...]
     with ReplayEngine(method="none") as plain, ReplayEngine(method="agentspec") as ours:
         results = compare({"none": plain, "agentspec": ours}, calls, batch=8)
 
-The engine's output is checked against the record, token by token. Method ``vllm`` alone forces nothing: it shows what
-vLLM takes without speculation when nothing is asked of it. Times are those of the model shape that ran:
-a tiny model makes drafting look expensive and verification cheap, compared with a large one.
+The engine's output is checked against the record, token by token. Method ``vllm`` alone forces no tokens: it shows how
+long vLLM takes without speculation and with its own defaults. Times are those of the model shape that ran: a tiny model
+makes drafting look expensive and verification cheap, compared with a large one.
 """
 
 import json
@@ -62,13 +62,16 @@ class ReplayEngine:
 
     ``model``: a model folder, or None for random weights of ``shape``. ``max_batch``: the largest ``batch`` of a run.
     ``max_draft``: the longest draft in tokens (default: the method's own limit). ``settings``: agentspec's settings
-    (default: a memory store, so that nothing is left of a run). ``async_scheduling``: off for every method, so that
-    they can be compared; None leaves it to vLLM. ``module_paths``: folders that the engine's process imports from first
-    (method ``suffix``: where ``arctic_inference`` is, if not installed). ``drafter``: a speculative config of vLLM's
-    own, which runs beside ``agentspec``, or alone with ``none``. ``prepare``: a function of an importable module, which
-    the process calls before it makes the engine. ``kv_cache_bytes``: size of the KV cache on a GPU. None: what vLLM
-    measures to be free, which several engines that start at once get wrong. Starting takes about a minute and goes on
-    in the background; the first run waits for it. Raises ConfigurationError for arguments that cannot work.
+    (default: a memory store, so that nothing is left of a run). ``async_scheduling``: by default off for every method,
+    so that they can be compared; None leaves it to vLLM, as method ``vllm`` always does. ``kv_cache_bytes``: size of
+    the KV cache on a GPU; None: the memory that vLLM finds free, which is wrong if several engines start at once.
+    ``module_paths``: folders from which the engine's process imports first (method ``suffix``: the folder of
+    ``arctic_inference``, if it is not installed). ``timed``: methods to time, each by a name: "module:class" and the
+    method. ``drafter``: a speculative config of vLLM's own, which runs beside ``agentspec``, or alone with ``none``.
+    ``prepare``: a function of an importable module, which the process calls before it makes the engine.
+
+    Starting takes about a minute and goes on in the background; the first run waits for it. Raises ConfigurationError
+    for arguments that cannot work.
     """
 
     def __init__(
@@ -142,9 +145,9 @@ class ReplayEngine:
         return self.advance(None)
 
     def begin(self, calls: Iterable[Call], batch: int = 1) -> None:
-        """Hand over the calls; ``advance`` then runs them piece by piece. Raises what ``run`` raises.
+        """Hand over the calls; ``advance`` then runs them piece by piece. Raises the errors of ``run``.
 
-        Requests of earlier calls that are still in flight, as after an error, are ended.
+        Requests of earlier calls that are still in flight, such as after an error, are ended.
         """
         calls = list(calls)
         if not 1 <= batch <= self.spec.max_batch:
@@ -222,7 +225,7 @@ def compare(
 
     All engines take the same number of turns, in changing order, so that no engine always follows the same other one.
     Requests in flight are paused while other engines have their turn, so slots never run empty. ``progress`` gets the
-    engine's name and the number of calls that it has finished. Raises what ``ReplayEngine.run`` raises.
+    engine's name and the number of calls that it has finished. Raises the errors of ``ReplayEngine.run``.
     """
     size = chunk or 2 * batch
     for engine in engines.values():
@@ -232,7 +235,7 @@ def compare(
     order = list(engines)
     for goal in range(size, len(calls) + size, size):
         for name in order:
-            # A step can finish several calls, so the next turn is shorter by as many.
+            # A step can finish several calls. Those beyond a turn's goal shorten the next turn.
             piece = engines[name].advance(min(goal, len(calls)) - results[name].calls)
             results[name] += replace(piece, turns=((piece.tokens, piece.seconds),))
             if progress is not None:
@@ -285,7 +288,7 @@ def write_model(folder: str | Path, shape: ModelShape, max_model_len: int) -> Pa
 
 
 def _check_suffix(paths: Sequence[str]) -> None:
-    """Raise ConfigurationError without ArcticInference's module. Don't import it: an installed one patches vLLM."""
+    """Raise ConfigurationError without ArcticInference's module. Only look for it: its import may patch vLLM."""
     if PathFinder.find_spec("arctic_inference", [*paths, *sys.path]) is None:
         raise ConfigurationError(
             "method 'suffix' needs the module arctic_inference.suffix_decoding: build it (benchmarks/arctic.py of this "

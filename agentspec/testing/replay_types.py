@@ -20,20 +20,20 @@ NGRAM_DRAFT = 5
 The n-grams then have vLLM's default length, 5 tokens."""
 
 RESERVED_TOKENS = 24
-"""Number of token ids, from 0 on, that an engine warms up with."""
+"""Number of token ids, from 0 on, that appear in an engine's warm-up."""
 
 
 class ReplayError(AgentSpecError):
-    """Report a replay that cannot be trusted: other tokens than recorded, an extension's error, a dead engine."""
+    """Raised for a replay that cannot be trusted: it gave other tokens than recorded, or extension or engine failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """Hold one recorded model call. ``prompt``: token ids int32[P], P >= 1. ``response``: int32[R], R >= 1.
 
-    ``session``: None: the call names none. ``lane``: calls of one lane never run at the same time (default: the session
-    is the lane, and a call without one has its own). With as many lanes as slots, each lane keeps its slot until its
-    calls run out.
+    ``session``: None: the call names none. ``lane``: calls of one lane never run at the same time. None: the session is
+    the lane, and a call without a session has a lane of its own. With as many lanes as slots, each lane keeps its slot
+    until its calls run out.
     """
 
     session: str | None
@@ -45,9 +45,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Give the sizes of a Llama model with random weights. ``heads`` divides ``hidden``.
+    """Hold the sizes of a Llama model with random weights. ``heads`` divides ``hidden``.
 
-    ``kv_heads``: divides ``heads``; None: as many. ``inner``: of the feed-forward layers; None: 4 * ``hidden``.
+    ``kv_heads``: divides ``heads``; None: as many as heads. ``inner``: width of the feed-forward layers; None:
+    4 * ``hidden``.
     """
 
     vocab_size: int = 131_072
@@ -78,7 +79,7 @@ class EngineSpec:
     prepare: Callable[[], None] | None = None
 
     def speculative_config(self) -> dict[str, Any] | None:
-        """Return vLLM's ``speculative_config``. Raises ConfigurationError for what cannot be replayed."""
+        """Return vLLM's ``speculative_config``. Raises ConfigurationError if method and drafter do not go together."""
         if self.drafter is None:
             return speculative_config(self.method, self.max_draft)
         if self.method not in ("none", "agentspec"):
@@ -95,10 +96,10 @@ class EngineSpec:
 class ReplayResult(DraftRates):
     """Count what a replay did, for every method alike, in vLLM's model runner.
 
-    ``steps`` are verification steps of single requests (one row that was given tokens, the step that ends the
-    prompt included), ``drafted`` the draft tokens that were verified, ``accepted`` the draft tokens that were accepted
-    and returned, ``passes`` forward passes of vLLM's own drafter, ``seconds`` the wall-clock time inside the engine,
-    ``cpu_seconds`` the CPU time of its process meanwhile, all threads together.
+    ``steps``: steps of single requests, counted whenever a row gets tokens, the step that ends the prompt included.
+    ``drafted``: draft tokens that were verified. ``accepted``: draft tokens that were accepted and returned.
+    ``passes``: forward passes of vLLM's own drafter. ``seconds``: wall-clock time inside the engine. ``cpu_seconds``:
+    CPU time of its process meanwhile, all threads together.
     """
 
     calls: int = 0
@@ -174,7 +175,7 @@ def speculative_config(method: str, max_draft: int | None = None) -> dict[str, A
 
 
 METHODS = ("none", "ngram", "suffix", "agentspec", "vllm")
-"""``none``: one token a step, scheduled as for the others. ``vllm``: the same as vLLM chooses to run it, with its own
-model runner and asynchronous scheduling; as many tokens as recorded, but the model's own. ``ngram``: vLLM's own prompt
-lookup. ``suffix``: vLLM's own suffix decoding, which needs ArcticInference's module and runs with vLLM's defaults.
-``agentspec``: this package's extension."""
+"""``none``: one token a step, scheduled as for the other methods. ``vllm``: one token a step as vLLM runs it by
+default, with its own choice of model runner and asynchronous scheduling; it generates as many tokens as recorded, but
+the model's own. ``ngram``: vLLM's own prompt lookup. ``suffix``: vLLM's own suffix decoding, which needs
+ArcticInference's module and runs with vLLM's defaults. ``agentspec``: this package's extension."""

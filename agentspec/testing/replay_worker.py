@@ -1,8 +1,8 @@
 """Run vLLM in the worker process of one replay engine, step by step, as commands come over a pipe.
 
-Between two commands nothing runs here, so that several engines can take turns on one machine. ``Patch`` of
-``server_ext.vllm_adapter`` replaces two methods of vLLM's model runner, whatever the method of speculation: one forces
-the recorded tokens, the other counts.
+Between two commands nothing runs here, so that several engines can take turns on one machine. Two methods of vLLM's
+model runner are replaced (``Patch`` of ``server_ext.vllm_adapter``), whatever the method of speculation: one forces the
+recorded tokens, the other counts.
 """
 
 import functools
@@ -284,7 +284,7 @@ class Replay:
         tokens = list(output.outputs[0].token_ids)
         wanted = [int(token) for token in running.call.response]
         if not self._engine.forced:
-            wanted[: len(tokens)] = tokens  # as many as recorded is all that was asked
+            wanted[: len(tokens)] = tokens  # only the number of tokens must be as recorded
         if tokens != wanted:
             at = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b), len(tokens))
             raise ReplayError(
@@ -318,7 +318,7 @@ def install_replay(record: Callable[[StepRecord], None]) -> None:
 
 
 def install_timers(timed: Mapping[str, tuple[str, str]], seconds: dict[str, float]) -> None:
-    """Patch methods to add the time that they take to ``seconds``, by name. timed: owner and method of each."""
+    """Patch methods so that they add their durations to ``seconds``, by name. timed: owner and method of each."""
     for name, (owner, method) in timed.items():
         install([Patch("all", owner, method, functools.partial(_timed, name, seconds), "measures the method's time")])
 

