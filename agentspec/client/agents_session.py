@@ -27,7 +27,7 @@ class AgentsSession:
     session_settings: Any = None
     """The Runner's settings for this session, an `agents.SessionSettings`."""
 
-    # What AsyncSession has:
+    # AsyncSession defines these:
     _conversation: Any
     load: Callable[[], Awaitable[None]]
     clear: Callable[[], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""Limit what a loop may spend, and tell what it did: Budget, Spent, Attempt, Progress and LoopResult."""
+"""Limit what a loop may spend, and hold its results: Budget, Spent, Attempt, Progress and LoopResult."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Conversation:
     id: the session's id; "" for calls without a session. parent: id of the session that started it.
     loaded: whether the stored messages have been read; True for a new session, which has none. unsaved: set of
     conversations with messages that cannot be stored before the stored ones have been read; this one enters and leaves
-    it by itself. erasures: list of what the server has to erase with the session.
+    it by itself. erasures: list of the other sessions that the server has to erase with this one.
     """
 
     def __init__(

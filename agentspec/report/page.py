@@ -107,7 +107,7 @@ def _cells(turn: Turn) -> str:
 
 
 def _bar(turn: Turn) -> str:
-    """Return a bar of a turn's tokens by source, and the same as a text for screen readers."""
+    """Return a bar of a turn's tokens by source, and the same counts as text."""
     parts = [(source, turn.accepted[source]) for source in SOURCES if turn.accepted[source]]
     said = ", ".join(f"{source} {count}" for source, count in parts) or "none"
     spans = "".join(

@@ -248,7 +248,7 @@ class RolloutGenerator:
             while rewards:
                 for sample in rewards.take(wait=True):
                     self._write(sample, figures)
-        except KeyboardInterrupt:  # a second one ends the wait, and the next run scores what has no reward
+        except KeyboardInterrupt:  # a second one ends the wait, and the next run scores samples without a reward
             for sample in rewards.drop():
                 self._write(sample, figures)
             raise

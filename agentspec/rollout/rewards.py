@@ -163,7 +163,7 @@ class Rewards:
             value = float(returned)
         except (TypeError, ValueError):
             raise TypeError(f"it returned {_shown(returned)}; return a number") from None
-        if not math.isfinite(value):  # a group's advantages would all be nan, and JSON has no such number
+        if not math.isfinite(value):  # all advantages of its group would be nan, and JSON has no form for it
             raise ValueError(f"{value} is not a finite number")
         return value
 

@@ -117,7 +117,7 @@ class ReplayEngine:
             drafter=drafter,
             prepare=prepare,
         )
-        self.spec.speculative_config()  # raise for what cannot work now
+        self.spec.speculative_config()  # raises now, not in the process, if method and drafter cannot work
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, self.spec), name=f"replay-{method}", daemon=True)
@@ -253,7 +253,7 @@ def fitting_length(calls: Iterable[Call], max_draft: int | None = None) -> int:
 def write_model(folder: str | Path, shape: ModelShape, max_model_len: int) -> Path:
     """Write the ``config.json`` of a Llama of that shape, for vLLM to fill with random weights. Return the folder.
 
-    ``max_model_len``: in tokens. Raises ConfigurationError for a shape that no such model can have.
+    ``max_model_len``: in tokens. Raises ConfigurationError for a shape that no Llama can have.
     """
     kv_heads = shape.heads if shape.kv_heads is None else shape.kv_heads
     inner = 4 * shape.hidden if shape.inner is None else shape.inner

@@ -94,7 +94,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult(DraftRates):
-    """Count what a replay did, for every method alike, in vLLM's model runner.
+    """Count the work of a replay, in the same way for every method, in vLLM's model runner.
 
     ``steps``: steps of single requests, counted whenever a row gets tokens, the step that ends the prompt included.
     ``drafted``: draft tokens that were verified. ``accepted``: draft tokens that were accepted and returned.

@@ -17,7 +17,7 @@ Dimension = Annotated[
 
 
 def _with_home(name: str) -> str:
-    """Write out a home folder, which no shell does in a file. Raises ValueError where there is none, and for ""."""
+    """Replace ``~`` by the home folder, as no shell does it in a file. Raises ValueError without one, and for ""."""
     if not name:
         raise ValueError("is empty; write a path")
     try:

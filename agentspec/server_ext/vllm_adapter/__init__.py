@@ -5,7 +5,7 @@ Before an engine is made:
 ``launch``              turns ``agentspec serve`` into ``vllm serve``: finds and adds options, runs vLLM's command line
 ``speculative_config``  decides whether an engine drafts, by which method and with which options; says what drafts
 ``native_methods``      configures vLLM's own methods, beside which agentspec drafts
-``draft_limit``         chooses the longest draft by model, and finds what a step has room for
+``draft_limit``         chooses the longest draft by model, and finds how many draft tokens a step has room for
 
 In the API server:
 
@@ -31,8 +31,8 @@ For rollouts:
 ``offline``             runs an ``LLM`` of this process step by step
 
 PATCHES below lists every method of vLLM that is replaced: where, why, and in which of the versions from OLDEST_VERSION
-to NEWEST_VERSION. Scheduling, sampling and the choice of what to accept stay vLLM's. docs/vllm-versions.md says what
-ran on which version, and how to judge a new one.
+to NEWEST_VERSION. vLLM still schedules, samples and decides which draft tokens it accepts. docs/vllm-versions.md says
+what ran on which version, and how to judge a new one.
 """
 
 import functools
@@ -337,7 +337,7 @@ def check_version(version: str) -> None:
 
 
 def _release_of(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, or an empty tuple where it does not begin with numbers."""
+    """Return the first two numbers of a version; an empty tuple if it does not begin with numbers."""
     try:
         return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     except ValueError:
@@ -382,5 +382,5 @@ class AgentSpecProposer:
         self.extension.load(target)
 
     def propose(self, sampled_token_ids: Sequence[Sequence[int]], *_: Any, **__: Any) -> list[list[int]]:
-        """Return no drafts. vLLM's call lacks the request ids; it comes only where the runner's patch is bypassed."""
+        """Return no drafts: this call lacks the request ids. It comes only if the runner's patch is bypassed."""
         return [[] for _ in sampled_token_ids]

@@ -31,7 +31,7 @@ def calc_spec_decode_metadata(
 
 
 def metadata_without_drafts(cu_num_scheduled_tokens: Any, device: Any) -> Any:
-    """Return what vLLM would compute for n rows without drafts: one logit a row, at its last token."""
+    """Return the metadata that vLLM would compute for n rows without drafts: one logit a row, at its last token."""
     rows = len(cu_num_scheduled_tokens)
     decoding = _decode_metadata(rows, device)
     if int(cu_num_scheduled_tokens[-1]) == rows:
@@ -98,7 +98,7 @@ def update_from_output(
     """Note for ``post_step``, which does not get the runner's output, whether the step drafted nothing.
 
     Where vLLM counts each request's drafts, put these figures into every output of a request with stop texts. vLLM
-    sends them only when the engine ends a request, but the API server is what finds a stop text.
+    sends them only when the engine ends a request, but stop texts are found by the API server.
     """
     setattr(scheduler, _NO_DRAFTS, getattr(model_runner_output, _NO_DRAFTS, False))
     outputs = original(scheduler, scheduler_output, model_runner_output)
@@ -246,7 +246,7 @@ def _ignore(holder: Any, value: int) -> None:
 
 configured_query_len = property(_length_of_config, _ignore)
 """Uniform decode length of the engine, in tokens, for vLLM's model runner and graph dispatcher. Both set it in their
-constructors from the number of draft tokens; what they set is ignored."""
+constructors from the number of draft tokens; the property ignores that."""
 
 
 def set_cudagraph_sizes(original: Callable[[Any], None], vllm_config: Any) -> None:

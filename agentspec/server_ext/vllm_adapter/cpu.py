@@ -15,7 +15,7 @@ _HUGE_PAGE_BYTES, _USE_HUGE_PAGES, _FILL_PAGES = 2 << 20, 14, 23
 _OLD_GLIBC_LIMIT = 32 << 20
 """Largest M_MMAP_THRESHOLD, in bytes, that old versions of glibc take."""
 USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
-"""Environment variables by which a user decides what freed memory is kept."""
+"""Environment variables by which a user decides how much freed memory is kept."""
 
 
 def on_cpu() -> bool:

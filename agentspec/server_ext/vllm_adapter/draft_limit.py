@@ -1,6 +1,6 @@
-"""Choose the longest draft of a request by model, where the user gives no number, and find what a step has room for.
+"""Choose the longest draft by model, where the user gives no number, and find how many draft tokens a step can hold.
 
-vLLM is told the longest draft before it makes its configuration. docs/engine-limits.md says what it costs.
+vLLM is told the longest draft before it makes its configuration. docs/engine-limits.md says what a long draft costs.
 """
 
 import logging
@@ -33,17 +33,17 @@ def keeps_states(model_config: Any) -> bool:
 def default_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
     """Return the longest draft of a request, in tokens, that suits the model.
 
-    An attention layer can forget rejected draft tokens, so drafts cost it no memory, and the limit is what vLLM's
-    rejection sampler verifies: MAX_DRAFT. A layer with a recurrent state (Mamba, gated delta net, linear attention,
-    short convolution) cannot go back. vLLM keeps a state for each draft token of each request there
-    (``num_speculative_blocks``), whether it is drafted or not. Such a model gets the largest K for which the K states
-    of a request take at most STATE_SHARE of what the cache holds for a request of ``max_model_len`` tokens, between
-    LEAST_STATES and MOST_STATES. A model without any attention layer holds nothing else, and gets LEAST_STATES.
+    An attention layer can forget rejected draft tokens, so drafts cost it no memory, and the limit is the most that
+    vLLM's rejection sampler verifies: MAX_DRAFT. A layer with a recurrent state (Mamba, gated delta net, linear
+    attention, short convolution) cannot go back. vLLM keeps a state for each draft token of each request there
+    (``num_speculative_blocks``), whether it is drafted or not. A model with such layers gets the largest K, between
+    LEAST_STATES and MOST_STATES, for which the K states of a request take at most STATE_SHARE of the request's KV cache
+    at ``max_model_len`` tokens. A model without any attention layer has no KV cache, and gets LEAST_STATES.
 
     With LoRA adapters vLLM wants ``max_num_batched_tokens`` to hold a whole draft for each of ``max_num_seqs``
-    requests, and the limit is what those two numbers leave.
+    requests, so the limit is also at most the first number over the second, less one.
 
-    engine_args: vLLM's EngineArgs, which say in what precision states are kept. model_config, parallel_config: vLLM's.
+    engine_args: vLLM's EngineArgs, which give the precision of the states. model_config, parallel_config: vLLM's.
     """
     by_states = by_adapters = MAX_DRAFT
     if keeps_states(model_config):

@@ -74,7 +74,7 @@ class ModelDrafter(ABC):
 
 
 def build_draft_model(settings: Settings, vllm_config: Any) -> ModelDrafter | None:
-    """Return the speculator of the settings, None where they name none."""
+    """Return the speculator of the settings; None if they name none, or agentspec is switched off."""
     if not settings.enabled or settings.speculator is None:
         return None
     return SpeculatorDrafter(settings, vllm_config.model_config)
@@ -84,7 +84,7 @@ def build_draft_model(settings: Settings, vllm_config: Any) -> ModelDrafter | No
 
 
 def tensor_parallel_group() -> Any:
-    """Return vLLM's GroupCoordinator of the tensor-parallel ranks, or None where there is one alone."""
+    """Return vLLM's GroupCoordinator of the tensor-parallel ranks; None if there is only one rank."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -148,7 +148,7 @@ class RankLink:
 
 
 class SpeculatorDrafter(ModelDrafter):
-    """Load the speculator of the settings and run its draft loop. Raises SpeculatorError where it does not fit."""
+    """Load the speculator of the settings and run its draft loop. Raises SpeculatorError if it does not fit."""
 
     def __init__(self, settings: Settings, model_config: Any) -> None:
         self._settings = settings
@@ -165,7 +165,7 @@ class SpeculatorDrafter(ModelDrafter):
 
         settings, group = self._settings, tensor_parallel_group()
         assert settings.speculator is not None
-        self.loop = None  # frees what an earlier call loaded
+        self.loop = None  # frees the weights of an earlier call
         self.device = next(target.parameters()).device
         name = settings.speculator_dtype
         speculator = load_speculator(

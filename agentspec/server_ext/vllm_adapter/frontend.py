@@ -179,7 +179,7 @@ def tagger_of(engine_client: Any) -> RequestTagger:
 
 
 def _sender(scope: Any, *, verified: bool | None = None) -> Presented:
-    """Return what a call shows of its sender. verified: as for `Presented`."""
+    """Return what an HTTP request shows of its sender. scope: ASGI's. verified: as for `Presented`."""
     return Presented(scope["headers"], verified=verified, batch=path_of(scope) == BATCH)
 
 

@@ -111,7 +111,7 @@ class NativeDrafter(ModelDrafter):
         return drafted.tolist(), self._probabilities_of(drafted)
 
     def run(self, forward: ForwardPass, tokens: int) -> Any:
-        """Run vLLM's drafter for ``tokens`` tokens of each row, and return what it returns. RESTS: leave it out."""
+        """Run vLLM's drafter for ``tokens`` tokens of each row, and return its result. RESTS: leave it out."""
         if tokens == RESTS:
             if self._skipped is not None:
                 self._skipped.skip(forward)
@@ -156,7 +156,7 @@ class NativeDrafter(ModelDrafter):
         return found
 
     def _fits(self, forward: ForwardPass) -> bool:
-        """Return whether every row's draft stays within the longest text that the drafter takes; it fails beyond."""
+        """Return whether every row's draft stays within the longest text that the drafter takes. Beyond it fails."""
         if not self._keeps_up:
             return True
         longest = forward.common_attn_metadata.max_seq_len + self._query_tokens

@@ -49,7 +49,7 @@ class Answer:
 
 
 def _awaited(awaitable: Awaitable[Any]) -> Any:
-    """Return what an awaitable gives, also where a loop runs in this thread already, as in a notebook."""
+    """Return an awaitable's result, even if this thread already runs an event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -120,7 +120,7 @@ class OfflineEngine:
     def start(cls, model: str, **options: Any) -> "OfflineEngine":
         """Make the engine. options: as ``vllm.LLM`` takes them.
 
-        Raises ConfigurationError for what vLLM refuses, and where there is no vLLM.
+        Raises ConfigurationError for a model or an option that vLLM refuses, and if vLLM is not installed.
         """
         try:
             from vllm import LLM
@@ -206,10 +206,10 @@ class OfflineEngine:
             self._steps.pop(request_id, None)
 
     def update_weights(self, update: Callable[[Any, int], Any], epoch: int) -> Any:
-        """Let ``update`` load weights: call it with the ``vllm.LLM`` and the epoch. Return what it returns.
+        """Let ``update`` load weights: call it with the ``vllm.LLM`` and the epoch. Return its result.
 
-        If that is an awaitable, it is awaited first. Then vLLM's prefix cache is reset, because the former weights
-        computed it. Raises RolloutError if vLLM does not reset it, because requests run.
+        An awaitable is awaited. Then vLLM's prefix cache is reset, because the former weights computed it. Raises
+        RolloutError if vLLM does not reset it, because requests run.
         """
         returned = update(self.llm, epoch)
         if inspect.isawaitable(returned):

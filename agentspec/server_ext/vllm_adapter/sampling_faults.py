@@ -69,7 +69,7 @@ def min_tokens_behind_drafts(
 
 
 def _behind_drafts(processor: Any, num_draft_tokens: list[int]) -> Any:
-    """Return a copy of vLLM's processor of ``min_tokens`` that counts drafts where it serves the token behind them."""
+    """Return a copy of vLLM's ``min_tokens`` processor that counts drafts at the token behind them."""
     behind, corrected = copy.copy(processor), copy.copy(processor)
     behind.min_toks = {row: (least - num_draft_tokens[row], *of) for row, (least, *of) in processor.min_toks.items()}
     behind.update_state(None)  # drops requests that have reached their minimum

@@ -105,7 +105,7 @@ def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **
 
 
 def _end_after(parent: Any) -> None:
-    """Wait for the parent's death, and end this process: by its own shutdown, which saves, or else at once."""
+    """Wait for the parent's death. Then shut this process down, so that it saves; after SAVE_SECONDS end it."""
     parent.join()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SAVE_SECONDS)

@@ -152,7 +152,7 @@ class SkippedPasses:
             self._read(forward)
 
     def forget(self) -> None:
-        """Drop what is kept, after an error."""
+        """Drop all kept tokens, because of an error."""
         self._rows, self._kept = {}, 0
 
     def _read(self, forward: ForwardPass) -> _StepRows:
@@ -194,7 +194,7 @@ class SkippedPasses:
         torch.cat(layers, dim=-1, out=into)
 
     def _propose(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the pass, and let it take in the kept tokens first. Takes and returns what vLLM's ``propose`` does."""
+        """Run the pass, and let it take in the kept tokens first. Arguments and result are those of ``propose``."""
         call = self._signature.bind(*args, **kwargs).arguments
         latest, self._latest = self._latest, None
         if latest is None or not self._rows:

@@ -187,7 +187,7 @@ def leave_pooling_models(engine_args: Any, model_config: Any) -> None:
 
 
 def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
-    """Set ``num_speculative_tokens`` where agentspec drafts and nobody gave a number.
+    """Set ``num_speculative_tokens`` if agentspec's own method drafts and the user gave no number.
 
     The limit is the longest draft that the engine can verify, and at least as long as the draft model's drafts.
     """
@@ -205,7 +205,7 @@ def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -
 def draft_beside(spec: Any, engine_args: Any, model_config: Any, parallel_config: Any) -> None:
     """Draft beside the method of vLLM that ``spec``, its SpeculativeConfig, names.
 
-    Raises ConfigurationError or UnsupportedEngineError with the remedy where that cannot work.
+    Raises ConfigurationError or UnsupportedEngineError, with the remedy, if that cannot work.
     """
     native_methods.check_method(spec)
     settings = load_settings(engine_args.additional_config)

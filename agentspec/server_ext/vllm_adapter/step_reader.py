@@ -66,14 +66,14 @@ class _RequestLimits:
     """Hold the limits of one request's drafts."""
 
     no_room_at: int
-    """length, in tokens, at which it has no room for a draft: one more token is always sampled"""
+    """length, in tokens, at which it has no room for a draft, because a step always samples one more token"""
     masked: bool
     """whether a grammar says which tokens are allowed"""
 
 
 @dataclass(slots=True)
 class _ReadBatch:
-    """Hold what stays the same while the engine's batch holds the same requests in the same order."""
+    """Hold the data that stay the same while the engine's batch has the same requests in the same order."""
 
     engine_batch: Any
     """vLLM's InputBatch"""
