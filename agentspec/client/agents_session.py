@@ -100,7 +100,10 @@ def items_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return items as chat messages. Calls become part of the assistant's message before them, if there is one."""
+    """Return items as chat messages. Calls in a row are one message, with the assistant's text before them if any.
+
+    Raises InvalidInputError for items and parts of content that have no form in chat completions.
+    """
     messages: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message")

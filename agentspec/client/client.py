@@ -317,8 +317,8 @@ class Session(SessionBase, Loops):
 
         texts: strings, and Path objects that name files of UTF-8 text; None: this session's history. A server without
         the extension gets nothing, and 0 is returned. cache_salt: the salt that the session's calls send, if any.
-        The server keeps the texts as it keeps the session, and clear() erases them, too. Before the first call of a
-        resumed session, the client primes a server that doesn't know it with its history, unasked.
+        The server keeps the texts as it keeps the session, and clear() erases them, too. Before a resumed session's
+        first call, the client by itself primes a server that doesn't know the session with its history.
         Raises the OpenAI client's errors, and InvalidInputError for a file that cannot be read.
         """
         self.load()

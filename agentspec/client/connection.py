@@ -1,6 +1,6 @@
-"""Make the OpenAI client of an agent's client, and refuse options that cannot work by name, without quoting a key.
+"""Make the OpenAI client of an agent's client. Check its options first, with errors that name them and quote no key.
 
-The HTTP client would refuse these options at the first call, as "Connection error", with the key in the traceback.
+The HTTP client would refuse wrong options at the first call, as "Connection error", with the key in the traceback.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A turn is one append: all of its messages or none. An append states the last entry that this client knows of the
 session, and fails if there are others behind it. While the store is away or behind, turns wait, up to a limit in bytes.
-It does not count the largest turn and the one that is being written, so that a turn of any size is stored. Beyond the
-limit the session that has most waiting loses its oldest turn. Readers see a gap there.
+The largest turn and the one that is being written do not count, so that a turn of any size is stored. Beyond the limit
+the session that has most waiting loses its oldest turn. Readers see a gap there.
 """
 
 from __future__ import annotations

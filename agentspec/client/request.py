@@ -96,7 +96,7 @@ class Call:
 
     @property
     def resumed(self) -> int:
-        """Return how many of the session's messages came from the store. It is read after this object was made."""
+        """Return how many of the session's messages came from the store. Read it once the session is loaded."""
         return self._conversation.resumed
 
     @property

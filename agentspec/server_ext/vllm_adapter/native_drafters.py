@@ -63,7 +63,7 @@ class NativeDrafter(ModelDrafter):
         """probabilities of the running draft's tokens so far: a tensor for each pass"""
         if self._tells_probabilities(native):
             native._greedy_sample = self._greedy_sample
-        # vLLM verifies all drafts without their probabilities, suffix tokens or not. So likeliest tokens serve best.
+        # vLLM verifies all drafts without their probabilities, so the drafter's likeliest tokens are its best drafts.
         native._enable_probabilistic_draft_probs = False
 
     def load(self, target: Any) -> None:
@@ -156,7 +156,7 @@ class NativeDrafter(ModelDrafter):
         return found
 
     def _fits(self, forward: ForwardPass) -> bool:
-        """Return whether every row's draft stays within the longest text that the drafter takes. Beyond it fails."""
+        """Return whether every row's draft stays within the longest text of the drafter, which fails beyond that."""
         if not self._keeps_up:
             return True
         longest = forward.common_attn_metadata.max_seq_len + self._query_tokens
