@@ -14,7 +14,7 @@ from agentspec.errors import InvalidInputError
 _DROPPED = frozenset({"reasoning", "compaction"})
 """Types of items that are left out, because they say nothing to another model."""
 _ANSWER = {"type": "message", "id": "__fake_id__", "role": "assistant", "status": "completed"}
-"""Form of an answer's text to which a Runner joins the calls behind it; the id is openai-agents' own placeholder."""
+"""Item of an answer's text, in the form to which a Runner joins the calls behind it. The id is openai-agents' own."""
 _TEXTS = frozenset({"input_text", "output_text", "text", "refusal"})
 """Types of parts that become text parts of a chat message."""
 _SAME_IN_BOTH = frozenset({"input_audio", "video_url"})

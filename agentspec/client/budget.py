@@ -88,7 +88,7 @@ class Attempt(Generic[ParsedT]):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Tell of an attempt that just ended, and what the loop has spent so far."""
+    """Report an attempt that just ended, and the loop's costs so far."""
 
     attempt: Attempt[Any]
     spent: Spent

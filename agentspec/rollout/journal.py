@@ -81,7 +81,7 @@ _GOES_ON = b'", "epoch": '
 """How each line begins that `Journal.write` writes."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _TRIES = 10
-"""How often to open a file again that another process has replaced meanwhile, which each does once in its life."""
+"""Most times to open the file, because another process may replace it between opening and locking."""
 _HALF = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which an error of a reward may hold. UTF-8 has no form for it."""
 

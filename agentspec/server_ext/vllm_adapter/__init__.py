@@ -91,14 +91,14 @@ Process = Literal["all", "frontend", "engine core", "worker", "runner"]
 class Patch:
     """Describe one method of vLLM that is replaced.
 
-    process: where it is needed. "frontend" is the API server, or the process of an offline ``LLM``. "runner" is a
-    worker whose engine drafts with agentspec, right before it makes its model runner. All others are installed in
-    every process.
+    process: the process that needs the patch. "frontend" is the API server, or the process of an offline ``LLM``.
+    "runner" is a worker whose engine drafts with agentspec; it is patched right before it makes its model runner. All
+    other patches are installed in every process.
     owner: "module:class", or a module.
     replacement: a function whose first argument is the original. adds: vLLM has nothing of that name, so the owner gets
     the replacement as it is.
-    cpu_only: other platforms keep the original.
-    since, until: the first and the last version of vLLM in which it is replaced.
+    cpu_only: whether other platforms keep the original.
+    since, until: the first and the last version of vLLM in which the method is replaced.
     """
 
     process: Process

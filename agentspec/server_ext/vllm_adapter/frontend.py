@@ -41,7 +41,7 @@ _CHAT_NUMBER = re.compile(r"_\d+$")
 
 _PRESENTED = "agentspec_presented"
 _presented: ContextVar[Presented | None] = ContextVar(_PRESENTED, default=None)
-"""What the HTTP request that is being handled shows of its sender; None outside of HTTP."""
+"""Sender of the HTTP request that is being handled; None outside of HTTP."""
 
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -134,7 +134,7 @@ def drafting_engine(request: Any) -> Any:
 
 
 def presented() -> Presented | None:
-    """Return what the HTTP request that is being handled shows of its sender; None outside of HTTP."""
+    """Return the sender of the HTTP request that is being handled; None outside of HTTP."""
     return _presented.get()
 
 
@@ -179,12 +179,12 @@ def tagger_of(engine_client: Any) -> RequestTagger:
 
 
 def _sender(scope: Any, *, verified: bool | None = None) -> Presented:
-    """Return what an HTTP request shows of its sender. scope: ASGI's. verified: as for `Presented`."""
+    """Return the sender of an HTTP request. scope: ASGI's. verified: as for `Presented`."""
     return Presented(scope["headers"], verified=verified, batch=path_of(scope) == BATCH)
 
 
 class CallerMiddleware:
-    """Remember what a request shows of its sender while it is handled, on servers that check no keys."""
+    """Remember the sender of a request while it is handled, on servers that check no keys."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -116,8 +116,8 @@ def update_thinking(
 ) -> None:
     """Find out which tokens must come next, behind each response and inside of each draft.
 
-    holder: vLLM's ThinkingBudgetStateHolder, which gets them as ``agentspec_forced``: a token by row and by the number
-    of draft tokens before it.
+    holder: vLLM's ThinkingBudgetStateHolder, which gets them as ``agentspec_forced``: for each row, a dict from the
+    number of draft tokens before the forced token to that token.
     """
     if not holder.in_spec_mode:
         original(holder, output_token_ids, spec_token_ids, *args, **kwargs)

@@ -26,7 +26,7 @@ PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
 """Class that vLLM loads as its ``custom_class``."""
 
 SWITCH = "AGENTSPEC"
-"""Environment variable by which engines draft that have no speculative configuration."""
+"""Environment variable that makes engines draft without any of agentspec's options (1), or not (0)."""
 
 
 def engine_options(
