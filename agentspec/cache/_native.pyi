@@ -1,4 +1,4 @@
-"""Declare the compiled core (csrc/bindings.cpp). SuffixCache checks the arguments and explains the calls.
+"""Declare the compiled core (csrc/bindings.cpp). SuffixCache checks the arguments and documents the calls.
 
 SuffixCache numbers its requests with small integers, the slots. A session's or group's key contains its tenant's name.
 """
@@ -17,7 +17,7 @@ CandidateArrays = tuple[
 
 class PublicIndex:
     def __init__(self) -> None: ...
-    # Adds a text and indexes it, without the GIL. Returns the bytes of all. Not to be called after Core.publish.
+    # Adds a text and indexes it, without the GIL. Returns the bytes of all texts. Do not call it after Core.publish.
     def add(self, tokens: Int32Array) -> int: ...
 
 class PreparedSession:
@@ -37,11 +37,11 @@ class PreparedSession:
     def bytes(self) -> int: ...
 
 class Core:
-    # window: its unit (1: weights, 2: epochs, 3: tokens) and its size; 0, 0 without one.
+    # window: the history window's unit (1: weights, 2: epochs, 3: tokens) and its size; 0, 0 without one.
     def __init__(
         self, *, policy: DraftPolicy, limits: LimitNumbers, vocab_size: int, window: tuple[int, int]
     ) -> None: ...
-    # Returns the key of the root of its session's family, "" without a session.
+    # Returns the key of the root session of the request's family, "" without a session.
     def start(
         self,
         slot: int,
@@ -82,7 +82,7 @@ class Core:
         most: int,
     ) -> StepArrays | None: ...
     def candidates(self, slot: int) -> CandidateArrays: ...
-    # Returns kept, parent and block of the turn, and its tokens behind their number that belongs to the prompt.
+    # Returns kept, parent and block of the turn, the number of its tokens that belong to the prompt, and its tokens.
     def finish(
         self, slot: int, output_limit: int | None, record: int
     ) -> tuple[int, int, int, int, Int32Array] | None: ...
@@ -133,21 +133,23 @@ class Core:
     def resize(self, limits: LimitNumbers) -> None: ...
     def stats(self) -> tuple[int, int, int, int, int, int, int, int]: ...
     def worked(self) -> int: ...
-    # Add up tokens, bytes, sessions, pending and leaving anew. Tests compare them with `stats`, which keeps sums.
+    # Adds up tokens, bytes, sessions, pending and leaving anew. Tests compare them with `stats`, which keeps sums.
     def recount(self) -> tuple[int, int, int, int, int]: ...
     # Returns False, and leaves the file alone, if a session was erased meanwhile.
     def save(self, path: str, identity: str, note: bytes) -> bool: ...
     def load(self, path: str, identity: str) -> bytes: ...
 
-# Let a time limit end indexing and evicting early (the default), in the whole process. Tests and benchmarks switch it
+# Lets time limits end indexing and evicting early (the default), in the whole process. Tests and benchmarks switch them
 # off so that their results do not depend on the machine's speed.
 def watch_clock(watched: bool) -> None: ...
 
-# Return (1 + expected) / (1 + cost * drafted): the tokens that a step yields per unit of work, 1 without a draft. The
-# core cuts and chooses all drafts by it. cost: price of verifying one more token, as a share of a decode step.
+# Returns (1 + expected) / (1 + 1.3 * cost * drafted): the tokens that a step yields per unit of work. It is 1 without a
+# draft. The core cuts and chooses all drafts by it. cost: price of verifying one more token, as a share of a decode step.
 def draft_value(expected: float, drafted: int, cost: float) -> float: ...
 
-# Return the hash of a context, which goes on behind `kept` tokens that hash to `parent`, after each of its tokens.
+# Tokens in a block of a context.
 HASH_BLOCK: int
+
+# Returns the hash of a context after each of `tokens`, which follow `kept` tokens that hash to `parent`.
 
 def context_hashes(tokens: Int32Array, parent: int, kept: int) -> UInt64Array: ...

@@ -28,7 +28,7 @@ def is_number(value: object) -> TypeGuard[int]:
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Raise ConfigurationError, naming the argument, for a value other than None that is no ``kind``."""
+    """Raise ConfigurationError, naming the argument, unless the value is None or a ``kind``."""
     if value is not None and not isinstance(value, kind):
         raise ConfigurationError(f"{name}={value!r}: give a {kind.__name__}, or None")
 
@@ -60,10 +60,7 @@ def limit_numbers(
 
 
 def as_tokens(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
-    """Return `values` as a C-contiguous int32 array.
-
-    Raises InvalidTokenError, naming the first position that is illegal.
-    """
+    """Return `values` as int32 [n], C-contiguous. Raises InvalidTokenError, naming the first illegal position."""
     if isinstance(values, tuple) and not values:
         return _NO_TOKENS
     if _is_plain(values, vocab_size):
@@ -80,9 +77,10 @@ def as_tokens(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
 
 
 def as_prompt(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
-    """Return a prompt as the core holds it: an id from vocab_size on, which is never drafted, becomes -2 - id.
+    """Return a prompt as the core holds it, int32 [n]: ids from vocab_size on, which are never drafted, become -2 - id.
 
-    Raises InvalidTokenError, naming the first position that is illegal: negative or not below 2**31 - 1.
+    Raises InvalidTokenError, naming the first illegal position. Ids from 0 to 2**31 - 2 are legal, and 2**31 - 1 is if
+    vocab_size is 2**31.
     """
     if _is_plain(values, vocab_size):
         return np.ascontiguousarray(values)
@@ -93,14 +91,14 @@ def as_prompt(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
 
 
 def as_given(prompt: Int32Array) -> Int32Array:
-    """Return a prompt from the core with the ids that `as_prompt` was given."""
+    """Return a prompt from the core with its original ids: undo `as_prompt`."""
     if not len(prompt) or int(prompt.min()) >= 0:
         return prompt
     return np.where(prompt >= 0, prompt, -2 - prompt).astype(np.int32)
 
 
 def as_turn(turn: FinishedTurn, vocab_size: int) -> tuple[tuple[int, int, int], Int32Array, Int32Array]:
-    """Return a turn's (kept, parent, block), its prompt tail as `as_prompt` does, and its response.
+    """Return a turn's (kept, parent, block), its prompt tail in the form of `as_prompt`, and its response, int32 [n].
 
     Raises InvalidInputError or InvalidTokenError for a turn that cannot be right.
     """
@@ -118,7 +116,7 @@ def as_turn(turn: FinishedTurn, vocab_size: int) -> tuple[tuple[int, int, int], 
 
 
 def _is_plain(values: TokenIds, vocab_size: int) -> TypeGuard[Int32Array]:
-    """Return whether these are at least one token, in the core's form. Quick, because each start asks."""
+    """Return whether the core can take `values` as they are: int32 [n], n > 0, all legal. Quick: each start asks."""
     return (
         isinstance(values, np.ndarray)
         and values.dtype == _INT32
@@ -129,9 +127,9 @@ def _is_plain(values: TokenIds, vocab_size: int) -> TypeGuard[Int32Array]:
 
 
 def _all_below(tokens: NDArray[np.integer], vocab_size: int) -> bool:
-    """Return whether all tokens, at least one, are from 0 to vocab_size - 1. Reads int32 once: prompts are long."""
+    """Return whether all tokens, of which there is at least one, are from 0 to vocab_size - 1."""
     if tokens.dtype == _INT32:
-        return int(tokens.view(np.uint32).max()) < vocab_size  # a negative one is 2**31 at least
+        return int(tokens.view(np.uint32).max()) < vocab_size  # reads a long prompt once: negative ids are >= 2**31
     return int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
 
 
@@ -160,7 +158,7 @@ def as_int32(values: Rows, name: str, length: int) -> Int32Array:
         return cast(Int32Array, values)
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError):  # rows of different lengths, or what numpy cannot read
+    except (TypeError, ValueError):  # rows of different lengths, or a type that numpy cannot read
         raise InvalidInputError(f"{name}: give one integer a request ({length}), got {type(values).__name__}") from None
     if array.shape != (length,) or (length and array.dtype.kind not in "iu"):
         raise InvalidInputError(f"{name}: give one integer a request ({length}), got {array.dtype} {array.shape}")

@@ -28,7 +28,7 @@ draft_value = native.draft_value
 """draft_value(expected, drafted, cost) returns the value of a draft; `_native.pyi` has the formula."""
 
 HASH_BLOCK: int = native.HASH_BLOCK
-"""Tokens between the boundaries of a context whose hashes name a turn's `block`."""
+"""Tokens in a block. A turn's `block` is the hash of its context up to the last boundary of a block."""
 
 
 _without_clock = 0
@@ -37,7 +37,7 @@ _counting = threading.Lock()
 
 @contextmanager
 def without_clock() -> Iterator[None]:
-    """Let no call of any cache in this process end by the clock, so that a slow machine drafts what a fast one does.
+    """Lift the time limits of all caches' calls in this process, so that a slow machine drafts what a fast one does.
 
     A step may then take long. Uses may overlap, in any threads.
     """

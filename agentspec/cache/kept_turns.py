@@ -23,7 +23,7 @@ _SAVE_TRIES = 5
 
 
 def _length(text: TokenIds) -> int:
-    """Return the number of a text's tokens; 0 for what has no length, which `as_prompt` refuses."""
+    """Return the number of a text's tokens; 0 for an object without a length, which `as_prompt` refuses."""
     try:
         return len(text)
     except TypeError:
@@ -31,7 +31,7 @@ def _length(text: TokenIds) -> int:
 
 
 class KeptTurns:
-    """Hold what is kept of finished requests: restore, load and erase it, index and evict it, and save it.
+    """Keep the turns of finished requests: restore, index, evict, erase, save and load them.
 
     This is the part of SuffixCache that needs no running request.
     """
@@ -48,10 +48,10 @@ class KeptTurns:
         held_only: add the turn only to those of its session, named group and tenant that the cache holds, and count
         none of them as used. Use it for a turn that another process has just stored: a session that the cache does not
         hold is loaded when a request names it.
-        Session, group and tenant each add a named turn (`writer`, `number`) unless they hold it. The session adds the
-        new part of the text of a turn without a name, and group and tenant add such a turn if there was a new part.
-        Turns may come in any order; in order they take the least memory. Raises InvalidInputError, InvalidTokenError or
-        InvalidSessionError for a turn that cannot be right, and then changes nothing.
+        Session, group and tenant each add a named turn (`writer`, `number`) unless they hold it. Of a turn without a
+        name, the session adds the part of the text that is new to it, and group and tenant add the turn if there is
+        such a part. Turns may come in any order; in order they take the least memory. Raises InvalidInputError,
+        InvalidTokenError or InvalidSessionError for a turn that cannot be right, and then changes nothing.
         """
         names, (place, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
         self._core.restore(*names.keys(), turn.owner, *place, tail, response, turn.record, held_only)
@@ -78,19 +78,21 @@ class KeptTurns:
     def adopt(self, prepared: PreparedSession, of: FinishedTurn) -> bool:
         """Put a prepared session into the cache, in place of the session's text there. of: any of its turns.
 
-        Afterwards `restore` its turns, which brings them to their groups and tenant. Returns False, and does nothing,
-        if the cache holds turns of the session that were not prepared, or if the session's budget does not hold all of
-        it: then restoring the turns does everything. A prepared session can be adopted once.
+        Afterwards `restore` its turns, which adds them to their groups and tenant. Returns False, and does nothing, if
+        the cache holds turns of the session or its family that were not prepared, if the session turns out to be in
+        another session's family, or if the session's budget cannot hold all of it. Then `restore` adds the turns to
+        the session, too. A prepared session can be adopted once.
         """
         return self._core.adopt(prepared, of.tenant or UNNAMED_TENANT, key_of(of.tenant, of.family), of.owner)
 
     def learn_from(self, turn: FinishedTurn) -> int:
-        """Learn from a turn of another process how its drafts would have fared here. Return the number of its tokens.
+        """Learn how the drafts of another process's turn would have fared here. Return the tokens of its response.
 
         So every replica learns from the requests of all. Call this before `restore`, in any thread: it takes some
         microseconds a token, and holds steps up for less than a tenth of a millisecond at a time. It keeps nothing of
-        the turn. It returns 0 for a turn that is not of scope "tenant", that the cache holds already, or whose tenant
-        the cache does not know. Raises InvalidTokenError or InvalidSessionError.
+        the turn. It returns 0, and learns nothing, for a turn that is not of scope "tenant", that the tenant's corpus
+        holds already, or whose tenant the cache does not know, and under ArcticInference's rule. Raises
+        InvalidInputError, InvalidTokenError or InvalidSessionError.
         """
         names, (_, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
         return self._core.learn_from(*names.keys(), tail, response, turn.record, self._cost(None))
@@ -102,8 +104,8 @@ class KeptTurns:
         out. The memory counts in the cache's budget. Nothing is ever added to the corpus or evicted from it, and
         snapshots leave it out; a second call replaces it. Any thread may call it while steps run. The texts are indexed
         in the calling thread, before any is drafted from. ArcticInference's rule does not draft from them. Raises
-        InvalidTokenError for an illegal token, and InvalidInputError for a wrong `max_bytes` or what is no iterable;
-        then the corpus is as before.
+        InvalidTokenError for an illegal token, and InvalidInputError if `max_bytes` is wrong or `texts` is not
+        iterable; then the corpus is as before.
         """
         if not is_number(max_bytes) or max_bytes < 0:
             raise InvalidInputError(f"max_bytes={max_bytes!r}: give a number of bytes, at least 0")
@@ -135,9 +137,9 @@ class KeptTurns:
     def free_session(self, tenant: str | None, session: str) -> None:
         """Evict a session that its client has ended, as soon as none of its requests run.
 
-        The family whose root it is goes too. What it said stays in its named group, its tenant's corpus and the family
-        of its root. The next `start` in the session, if there is one after all, keeps it. Does nothing if the cache
-        holds no such session.
+        If it is the root of a family of which no request runs then, the family is evicted, too. What it said stays in
+        its named group, its tenant's corpus and the family of its root. A request that starts in the session before
+        the eviction cancels it. Does nothing if the cache holds no such session.
         """
         self._core.free_session(session_key(tenant, session))
 
@@ -155,8 +157,8 @@ class KeptTurns:
     ) -> bool:
         """Return whether the store may hold turns of a session, named group or family that were not restored yet.
 
-        family: its root session. Name one of them, or none for the tenant's corpus. The answer is True until
-        `mark_loaded` is called for it, and again once it was evicted: for the corpus, all of it.
+        family: its root session. Name one of them, or none for the tenant's corpus. Returns True until `mark_loaded`
+        is called for it, and again after its eviction; for a corpus, after the eviction of all its text.
         """
         return self._core.needs_load(*keys_to_load(tenant, session, group, family))
 
@@ -168,9 +170,9 @@ class KeptTurns:
         group: str | None = None,
         family: str | None = None,
     ) -> None:
-        """Note that all that the store holds of a session, named group, family or tenant's corpus was restored.
+        """Note that every stored turn of a session, named group, family or tenant's corpus was restored.
 
-        Name it as for `needs_load`. Does nothing where the cache holds neither text nor a running request of it.
+        Name it as for `needs_load`. Does nothing if the cache holds neither text nor a running request of it.
         """
         self._core.mark_loaded(*keys_to_load(tenant, session, group, family))
 
@@ -187,9 +189,9 @@ class KeptTurns:
         self._core.begin_period(UNIT_NUMBERS["epochs"])
 
     def forget_tenant(self, tenant: str | None) -> bool:
-        """Forget a tenant with its corpus, sessions and groups. Returns False where it has running requests: it stays.
+        """Forget a tenant with its corpus, sessions and groups. Returns False, and keeps it, if requests of it run.
 
-        Steps may run meanwhile. The following ones give the memory back.
+        Steps may run meanwhile. Later steps give the memory back.
         """
         check_ids(tenant=tenant)
         return self._core.forget_tenant(tenant or UNNAMED_TENANT)
@@ -223,18 +225,18 @@ class KeptTurns:
         self._core.index_until_closed()
 
     def close(self) -> None:
-        """End `index_until_closed`. Everything else goes on working."""
+        """End `index_until_closed`. The cache can still be used."""
         self._core.close()
 
     def save(self, path: str | Path, *, identity: str = "", note: bytes = b"") -> None:
         """Write sessions, groups, tenants and what was learned to a file, without running requests.
 
-        identity: what the snapshot can be used with, such as a model and a policy; loading compares it. note: loading
-        returns it.
+        identity: names what the snapshot can be used with, such as a model and a policy; loading compares it. note:
+        bytes for the caller, which loading returns.
         Another thread may call it while steps run: it holds them up for less than half a millisecond at a time. It
         writes beside `path` and then renames, so the file is never incomplete, and only its owner can read it. A
         process that is killed meanwhile leaves a file `path`.tmpXXXXXX, which may be deleted. Raises SnapshotError if
-        the file cannot be written, or because sessions are erased all the time.
+        the file cannot be written, or if sessions were erased during each of five attempts.
         """
         try:
             for _ in range(_SAVE_TRIES):
@@ -245,10 +247,10 @@ class KeptTurns:
         raise SnapshotError(f"{path}: cannot save the snapshot: sessions are being erased; try again later")
 
     def load_snapshot(self, path: str | Path, *, identity: str = "") -> bytes:
-        """Load what was saved under the same identity into this cache, which must be new. Return the note.
+        """Load a file that was saved under the same identity into this cache, which must be new. Return the note.
 
-        Another thread may call it. Raises SnapshotError, naming the fault, for a file that is damaged, of another
-        version or identity, and if the cache is in use already.
+        Another thread may call it. Raises SnapshotError, naming the fault, for a file that cannot be read, is damaged,
+        or has another version or identity or a larger vocabulary, and if the cache is in use already.
         """
         try:
             return self._core.load(str(path), identity)

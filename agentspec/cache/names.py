@@ -1,4 +1,4 @@
-"""Hold the names of what a request belongs to, and make the core's keys of them."""
+"""Hold the session, group, tenant and family of a request, and make the core's keys of these names."""
 
 from dataclasses import dataclass
 from typing import overload
@@ -16,14 +16,14 @@ def key_of(tenant: str | None, name: str) -> str: ...
 @overload
 def key_of(tenant: str | None, name: str | None) -> str | None: ...
 def key_of(tenant: str | None, name: str | None) -> str | None:
-    """Return a key for a session or group: the tenant's length, the tenant, the name. No two pairs share a key."""
+    """Return a key for a session or group: the tenant's length, the tenant, the name. Each pair has its own key."""
     if name is None:
         return None
     return f"-{name}" if tenant is None else f"{len(tenant)}:{tenant}{name}"
 
 
 def name_in(tenant: str | None, key: str) -> str:
-    """Return the name of which `key_of` made a key."""
+    """Return the name from which `key_of` made a key."""
     return key[1 if tenant is None else len(f"{len(tenant)}:{tenant}") :]
 
 
@@ -49,7 +49,7 @@ def keys_to_load(
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Hold what a request or a turn belongs to, as the caller named it.
+    """Hold the session, group, tenant and family of a request or a turn, as the caller named them.
 
     family: the session that started this one, or the root of its family; None: none is known.
     Raises InvalidSessionError for a name that cannot be used, and InvalidInputError for an unknown scope.
@@ -68,7 +68,7 @@ class Names:
 
     @classmethod
     def of(cls, turn: FinishedTurn) -> "Names":
-        """Return the names of a turn. Raises InvalidSessionError, and InvalidInputError also for what is no turn."""
+        """Return the names of a turn. Raises as the class does, and InvalidInputError for any other object."""
         if not isinstance(turn, FinishedTurn):
             raise InvalidInputError(f"turn: give a FinishedTurn, not {type(turn).__name__}")
         check_ids(owner=turn.owner)

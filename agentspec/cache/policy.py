@@ -5,8 +5,9 @@ frequent successors of its longest match. A resume point proposes one more: if a
 was rejected, it continues the passage behind that token. The acceptance table gives each proposal its probability, by
 source, match length, agreement among the matched places, and depth. The reranker, a logistic regression over hashed
 token features that is learned online, corrects the four most probable. The draft takes the most probable token. It
-ends where (1 + sum of cumulative probabilities) / (1 + cost * length) is highest, and is empty if no length exceeds 1.
-The table and the reranker learn from every candidate whose position the verified tokens reveal.
+ends where (1 + sum of cumulative probabilities) / (1 + 1.3 * cost * length) is highest, and is empty if no length
+exceeds 1. The factor 1.3 is there because the most probable of several candidates is overrated. The table and the
+reranker learn from every candidate whose position the verified tokens reveal.
 """
 
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class DraftPolicy:
         The policy learns nothing and does not draft from sessions and groups.
 
         max_depth: most tokens of context and draft together. A match of n tokens allows a draft of
-        max_spec_factor * n + max_spec_offset tokens, at most max_draft. The draft ends where its probability, computed
+        max_spec_factor * n + max_spec_offset tokens, at most max_draft. The draft ends before its probability, computed
         from counts, falls below min_token_prob. Raises ConfigurationError for a value out of range.
         """
         return cls(

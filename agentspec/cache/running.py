@@ -14,9 +14,9 @@ from agentspec.errors import DuplicateRequestError, InvalidInputError, UnknownRe
 class BatchHandle:
     """Remember the core's slots of several running requests, so that each call need not look them up.
 
-    `SuffixCache.batch` makes a handle, which is valid while all of its requests run. When any request of the cache
-    ends, its slot may go to another. The cache notices this by one comparison, looks the ids up again, and raises
-    UnknownRequestError if one of them has ended. A handle of another cache is looked up again, too.
+    `SuffixCache.batch` makes a handle, which is valid while all of its requests run. When a request ends, another may
+    get its slot. So after any end, the cache looks the handle's ids up again, and raises UnknownRequestError if one of
+    them has ended. It does the same with a handle of another cache.
     """
 
     request_ids: tuple[str, ...]
@@ -30,14 +30,14 @@ class BatchHandle:
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """Hold the core's slot of a request, and what it belongs to."""
+    """Hold the core's slot of a request, and the names of its session, group, tenant and family."""
 
     slot: int
     names: Names
 
 
 class RequestSlots:
-    """Hold the running requests by id, and give each a slot of the core, a small number that no other has."""
+    """Hold the running requests by id, and give each a slot of the core, a small number that no other request has."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, RunningRequest] = {}
@@ -45,7 +45,7 @@ class RequestSlots:
         self._epoch = object()  # replaced when a request ends, because another request may get its slot
 
     def check_new(self, request_id: str) -> None:
-        """Raise DuplicateRequestError if a request of this id runs, and InvalidInputError for what is no id."""
+        """Raise DuplicateRequestError if a request of this id runs, and InvalidInputError if the id is no string."""
         if not isinstance(request_id, str):
             raise InvalidInputError(f"request_id={request_id!r}: give a string")
         if request_id in self._by_id:
@@ -69,12 +69,15 @@ class RequestSlots:
         return running
 
     def release(self, request_id: str) -> None:
-        """Forget a request. Its slot is free then."""
+        """Forget a request and free its slot."""
         self._epoch = object()
         self._free.append(self._by_id.pop(request_id).slot)
 
     def batch(self, request_ids: Sequence[str]) -> BatchHandle:
-        """Return a handle of running requests. Raises UnknownRequestError, and InvalidInputError for no sequence."""
+        """Return a handle of running requests.
+
+        Raises UnknownRequestError, and InvalidInputError if ``request_ids`` is no sequence of ids.
+        """
         slots = self._look_up(request_ids)
         return BatchHandle(tuple(request_ids), slots, self._epoch)
 
@@ -92,7 +95,7 @@ class RequestSlots:
             return np.array([self._by_id[request_id].slot for request_id in request_ids], np.int32)
         except KeyError as error:
             raise _unknown(error.args[0]) from None
-        except TypeError:  # no sequence, or one of what no dictionary takes as a key
+        except TypeError:  # no sequence, or its items cannot be keys of a dictionary
             raise InvalidInputError(f"request_ids: give a sequence of ids, or a handle, not {request_ids!r}") from None
 
 

@@ -7,7 +7,8 @@
     turn = cache.finish("r1")           # goes to the store; restore(turn) has the same effect in another process
 
 SuffixCache checks arguments and passes them to the compiled core (csrc/), whose answers tests/oracle specifies. One
-thread makes the calls for requests. Meanwhile any thread may call `resize` and what KeptTurns has; the core has a lock.
+thread makes the calls for requests. Meanwhile any thread may call `resize` and the methods of KeptTurns, because the
+core has a lock.
 """
 
 from collections.abc import Sequence
@@ -60,16 +61,16 @@ from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.identifiers import check_ids
 
 DEFAULT_WORK_SECONDS = 0.0005
-"""CPU time that a step may spend beside its drafting."""
+"""CPU time that a step may spend on work beside its drafting, in seconds."""
 
 
 def _is_name(name: object) -> bool:
-    """Return whether this names a turn in a store: a writer and a number."""
+    """Return whether an object is the name of a turn in a store: a writer and a number."""
     return isinstance(name, tuple) and len(name) == 2 and isinstance(name[0], str) and is_number(name[1])
 
 
 class CacheOptions(TypedDict, total=False):
-    """List the options of SuffixCache, which explains them."""
+    """Declare the options of SuffixCache, which explains them."""
 
     max_tokens: int | None
     max_bytes: int | None
@@ -87,12 +88,12 @@ class SuffixCache(KeptTurns):
     (None: no limit). max_tokens: a further limit on the tokens that are kept of finished requests. per_tenant,
     per_session: budgets of a single tenant and session. The least recently used sessions and groups and the oldest part
     of a tenant's index are evicted first, but nothing of an owner (`start`) who holds less than half of what owners
-    hold on average. Where nothing else is left to evict, a session or group that a running request drafts from loses
-    its older half. A session over its own budget keeps its newest part, and so does its family. vocab_size: token ids
-    must be below it (None: below 2**31). history: how long groups and tenants draft from a response, at most; older
-    ones go when a request names their group or tenant, up to 256 each time (None: they stay). A session's own text
+    hold on average. If running requests draft from all sessions and groups that are left, one of these loses its older
+    half. A session over its own budget keeps its newest part, and so does its family. vocab_size: token ids must be
+    below it (None: below 2**31). history: how long groups and tenants draft from a response, at most (None: no limit).
+    Older responses are dropped, up to 256 at a time, when a request names their group or tenant. A session's own text
     stays, and stored turns count as written when they are restored. Raises ConfigurationError for a value out of range
-    or of another kind.
+    or of another type.
     """
 
     def __init__(
@@ -123,9 +124,9 @@ class SuffixCache(KeptTurns):
     def load(cls, path: str | Path, **options: Unpack[CacheOptions]) -> "SuffixCache":
         """Return a cache with the contents of a file from `save`.
 
-        options: those of SuffixCache. If `policy` learns differently, what was learned is dropped. Under a `history` in
-        another unit, what is loaded counts as written now.
-        Raises SnapshotError as `load_snapshot` does.
+        options: those of SuffixCache. What a tenant's reranker learned is dropped if `max_bytes` gives it another size.
+        Under a `history` in another unit, all that is loaded counts as written now.
+        Raises SnapshotError as `load_snapshot` does, and ConfigurationError as SuffixCache does.
         """
         cache = cls(**options)
         cache.load_snapshot(path)
@@ -157,17 +158,16 @@ class SuffixCache(KeptTurns):
         scope: "tenant" drafts from session, group and tenant and adds to them; "session" uses only the session and its
         family and ignores the group; "none" uses only the request's own text.
         parent: the session that started this one, if any. Sessions that descend from one root are a family, and draft
-        from each other's responses unless they name a group. Once known, a session's family stays while the cache holds
-        it.
+        from each other's responses unless they name a group. A session keeps its family while the cache holds it.
         end_tokens: int32 [E], tokens that end the response; no draft goes on behind one (ArcticInference's rule ignores
         them).
-        owner: whom session and group count for when memory is scarce, e.g. the caller. None: as before, at first the
-        tenant itself.
-        tenant_owner: whom the tenant counts for, e.g. the caller if it is one caller's. None: as for owner.
-        prediction: what its response is expected to be like, at most MAX_PREDICTION tokens; this request alone drafts
-        from it, as source "prediction" (ArcticInference's rule ignores it).
-        quotable: what its response may quote anywhere, such as the prompt's text in another spelling, at most
-        MAX_QUOTABLE tokens; a source "quote" of the same kind, unused beside a prediction.
+        owner: name under which memory of the session and group is counted when memory is scarce, e.g. the caller's.
+        None: their present owner, and the tenant for new ones.
+        tenant_owner: the same for the tenant, e.g. the caller if the tenant is one caller's. None: as for owner.
+        prediction: tokens that the response is expected to resemble, at most MAX_PREDICTION; this request alone drafts
+        from them, as source "prediction" (ArcticInference's rule ignores them).
+        quotable: tokens that the response may quote anywhere, such as the prompt's text in another spelling, at most
+        MAX_QUOTABLE; used as a prediction is, as source "quote", but ignored beside a prediction.
         Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes
         nothing.
         """
@@ -189,7 +189,10 @@ class SuffixCache(KeptTurns):
         self._running.add(request_id, names if family == parent else replace(names, family=family))
 
     def family_of(self, request_id: str) -> str | None:
-        """Return the root session of a running request's family; None if that is its own session, or it has none."""
+        """Return the root session of a running request's family; None if that is its own session or it has none.
+
+        Raises UnknownRequestError.
+        """
         return self._running.get(request_id).names.family
 
     def batch(self, request_ids: Sequence[str]) -> BatchHandle:
@@ -205,6 +208,7 @@ class SuffixCache(KeptTurns):
         """Draft at most `max_draft` tokens (one number for all, or one each) for every request.
 
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
+        Raises UnknownRequestError or InvalidInputError.
         """
         if isinstance(request_ids, (BatchHandle, list, tuple)) and len(request_ids) == 1 and type(max_draft) is int:
             ids = request_ids.request_ids if isinstance(request_ids, BatchHandle) else request_ids
@@ -242,16 +246,17 @@ class SuffixCache(KeptTurns):
         """Merge another drafter's tokens into the current drafts of n requests, and return the resulting drafts.
 
         tokens: integers [n, L]; request i is offered the first lengths[i] of row i. probabilities: floats [n, L], the
-        probability that each token is accepted if those before it are. max_draft: most tokens of a draft that takes the
-        place of the current one, which `propose` has limited.
+        probability that each token is accepted if those before it are. max_draft: integers [n], most tokens of a draft
+        that replaces the current one.
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
-        The suffix indexes extend the offered tokens. The extended draft is cut to the length with the highest value,
-        (1 + expected tokens) / (1 + cost * drafted), and replaces the current draft if its value is higher. A request
-        may be offered tokens several times, in one call or in several. If the offered and the current draft begin
-        with the same tokens, the offered probabilities replace the current ones there, and the current draft is cut
-        again. Low probabilities can shorten or drop it, so base them on its `probabilities`.
+        The suffix indexes extend the offered tokens. The extended draft is cut to the length with the highest value
+        (`draft_value`), and replaces the current draft if its value is higher. A request may be offered tokens several
+        times, in one call or in several. If the offered and the current draft begin with the same tokens, the offered
+        probabilities replace the current ones there, and the current draft is cut again. Low probabilities can shorten
+        or drop it, so base them on its `probabilities`.
         Under ArcticInference's rule the indexes do not extend offered tokens, and the rule's own draft is never cut.
-        A request without a current draft gets none: it got tokens since, or its row in the last step was invalid.
+        A request gets no draft if it got tokens since `step` or `propose` last drafted for it, or if its row in that
+        step was invalid.
         Raises UnknownRequestError, InvalidInputError or InvalidTokenError, and then changes nothing.
         """
         slots = self._running.slots_of(request_ids)
@@ -262,8 +267,9 @@ class SuffixCache(KeptTurns):
     def candidates(self, request_id: str) -> list[list[Candidate]]:
         """Return the candidates scored for the request's last draft, one list for each position.
 
-        The draft takes the most probable candidate of each position, unless its token was offered. The lists may
-        reach further than the draft. Another drafter can `merge_drafts` the candidates that it prefers.
+        The draft takes the most probable candidate of each position, unless its token was offered by another drafter.
+        There may be more lists than the draft has tokens. Another drafter can `merge_drafts` the candidates that it
+        prefers. Raises UnknownRequestError.
         """
         arrays = self._core.candidates(self._running.get(request_id).slot)
         depths: list[int] = arrays[0].tolist()
@@ -274,7 +280,10 @@ class SuffixCache(KeptTurns):
         return positions
 
     def extend(self, request_id: str, tokens: TokenIds) -> None:
-        """Add verified tokens (accepted and bonus; int32 [n]) to a request, and learn how its last draft fared."""
+        """Add verified tokens (accepted and bonus; int32 [n]) to a request, and learn how its last draft fared.
+
+        Raises UnknownRequestError or InvalidTokenError.
+        """
         slot = self._running.get(request_id).slot
         self._core.extend(slot, as_tokens(tokens, "tokens", self._vocab_size))
 
@@ -294,17 +303,16 @@ class SuffixCache(KeptTurns):
         """Take one decode step of n requests in one call, without the GIL, reading the engine's tokens in place.
 
         tokens: int32 [R, L], C-contiguous; row rows[i] holds prompt and output of request i, lengths[i] valid tokens.
-        The call adds the new tokens (steps may be skipped) and learns from them how the previous draft fared, of which
-        only the first num_verified[i] tokens were verified. Then, with what all requests said, it drafts at most
-        max_draft[i] tokens (0: none).
+        The call adds the new tokens (steps may be skipped) and learns from them how the previous draft fared. Once it
+        has done so for all requests, it drafts at most max_draft[i] tokens (0: none) for each.
+        num_verified: how many tokens of the previous draft were verified, counted from its first.
         rows, lengths, max_draft, num_verified: n integers each; int32 arrays are read in place, any others are copied.
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
-        most: longest draft of any request, whatever its max_draft is. work_seconds: CPU time of this thread for what
-        waits beside drafting: indexing what start, finish and restore appended, removing what was evicted, giving
-        memory back. The rest waits for later steps or `catch_up`. 32 new tokens of each request are indexed in any
-        case.
-        A row with an illegal token is used up to that token and gets no draft. Tokens that the engine took back are
-        forgotten: the row no longer begins with them.
+        most: longest draft of any request, whatever its max_draft is. work_seconds: CPU time of this thread for work
+        beside drafting: indexing text that start, finish and restore appended, removing evicted text, giving memory
+        back. The rest waits for later steps or `catch_up`. 32 new tokens of each request are indexed in any case.
+        A row with an illegal token is used up to that token and gets no draft. If a row no longer begins with the
+        known tokens, the engine took some back, and the call forgets these.
         Raises UnknownRequestError or InvalidInputError, and then changes nothing.
         """
         slots = self._running.slots_of(request_ids)
@@ -324,7 +332,7 @@ class SuffixCache(KeptTurns):
         name: writer and number under which the turn will be stored. While the cache holds the turn, `restore` ignores
         a stored turn of this name.
         The call keeps nothing and returns None under scope "none", under scope "session" without a session, and if
-        the session was removed meanwhile.
+        the session was removed meanwhile. Raises UnknownRequestError or InvalidInputError.
         """
         running = self._running.get(request_id)
         if output_limit is not None and not (is_number(output_limit) and output_limit >= 0):
@@ -355,7 +363,7 @@ class SuffixCache(KeptTurns):
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request and keep nothing of it."""
+        """End a request and keep nothing of it. Raises UnknownRequestError."""
         self._core.abort(self._running.get(request_id).slot)
         self._running.release(request_id)
 
@@ -367,5 +375,8 @@ class SuffixCache(KeptTurns):
         per_tenant: Budget | None = None,
         per_session: Budget | None = None,
     ) -> None:
-        """Replace all budgets. Each of the following calls evicts a part of what exceeds them."""
+        """Replace all budgets. This and later calls each evict a part of what exceeds them.
+
+        Raises ConfigurationError for a value out of range or of another type.
+        """
         self._core.resize(limit_numbers(max_tokens, max_bytes, per_tenant, per_session))

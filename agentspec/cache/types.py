@@ -20,11 +20,11 @@ another drafter's token, merged by `SuffixCache.merge_drafts`. "quote": what the
 MAX_PREDICTION = 16_384
 """Most tokens of a prediction."""
 MAX_QUOTABLE = 65_536
-"""Most tokens of what a response may quote: a long prompt's text, in several spellings."""
+"""Most tokens of the texts that a response may quote, such as a long prompt's text in several spellings."""
 
 Scope = Literal["tenant", "session", "none"]
-"""Texts that a request drafts from and adds to, beside its own: session, group and tenant; session and its family;
-none."""
+"""Texts that a request drafts from and adds to, beside its own. "tenant": its session, group and tenant. "session": its
+session and the session's family. "none": none."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 """All scopes, from the widest to the narrowest."""
@@ -57,10 +57,11 @@ UNIT_NUMBERS = {unit: number for number, unit in enumerate(HISTORY_UNITS, 1)}
 
 @dataclass(frozen=True, slots=True)
 class HistoryWindow:
-    """Say how long groups and tenants draft from a response: in the newest `size` weights or epochs, or tokens.
+    """Limit how long groups and tenants draft from a response: `size` weights, epochs or tokens.
 
-    Weights and epochs include the present ones. Tokens are those of the responses that a tenant's requests have
-    finished since. Raises ConfigurationError for a size out of range and for another unit.
+    Weights and epochs: the response was said under one of the newest `size`, the present one included. Tokens: the
+    tenant's requests have finished fewer than `size` tokens of responses since. Raises ConfigurationError for a size
+    out of range and for another unit.
     """
 
     size: int
@@ -179,12 +180,13 @@ class FinishedTurn:
     prompt_tail for an earlier context of the session. prompt_tail, response: int32 arrays. Without a session, kept is 0
     and prompt_tail is only the end of the prompt. group, scope: what the request was started with.
     parent: hash of the prompt's first `kept` tokens (`context_hashes`). block: hash of its first kept // 64 * 64. Both
-    are 0 for no tokens. They find where in the session the turn goes on, in whatever order turns are restored. A turn
-    with `kept` but without `parent` goes on behind the session's newest turn if that has `kept` tokens, and else stands
-    alone.
+    are 0 for no tokens. By these hashes the session finds the context that the turn continues, so turns may be restored
+    in any order. A turn with `kept` but without `parent` continues the session's newest turn if the context of that has
+    `kept` tokens; otherwise it stands alone.
     writer, number: name the turn in the store. A cache that holds a turn of this name ignores it. `writer` is empty for
-    a turn without a name. owner: whom its session and group count for (`SuffixCache.start`); None: as before, at first
-    the tenant. family: the root of the sessions that its session was started by; None: it was started by none.
+    a turn without a name. owner: whom a session and group count for that restoring the turn makes, unless the tenant
+    has an owner of its own (`SuffixCache.start`); None: the tenant. family: the root session of the session's family;
+    None: no session started this one.
     """
 
     tenant: str | None
@@ -214,7 +216,7 @@ def record_of(writer: str, number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PublicCorpus:
-    """Say what was taken into the public corpus. left_out: texts that its limit has no room for."""
+    """Count what the public corpus holds; bytes: its memory. left_out: texts that its limit has no room for."""
 
     texts: int
     tokens: int
@@ -226,8 +228,8 @@ class PublicCorpus:
 class CacheStats:
     """Hold a cache's sizes.
 
-    tokens: kept of finished requests (`max_tokens` limits them). bytes: all memory of the cache (`max_bytes` limits
-    it). pending: tokens not indexed yet. leaving: part of `bytes` that was evicted and not given back yet.
+    tokens: tokens kept of finished requests (`max_tokens` limits them). bytes: all memory of the cache (`max_bytes`
+    limits it). pending: tokens not indexed yet. leaving: part of `bytes` that was evicted and not given back yet.
     evictions: sessions, groups and parts of tenants evicted so far.
     """
 
