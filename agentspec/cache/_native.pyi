@@ -144,7 +144,7 @@ class Core:
 def watch_clock(watched: bool) -> None: ...
 
 # Returns (1 + expected) / (1 + 1.3 * cost * drafted): the tokens that a step yields per unit of work. It is 1 without a
-# draft. The core cuts and chooses all drafts by it. cost: price of verifying one more token, as a share of a decode step.
+# draft. The core cuts and chooses all drafts by it. cost: price of verifying one more token, as a share of a step.
 def draft_value(expected: float, drafted: int, cost: float) -> float: ...
 
 # Tokens in a block of a context.

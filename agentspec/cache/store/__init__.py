@@ -101,6 +101,6 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name != "RedisStore":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from agentspec.cache.store.redis_store import RedisStore  # redis is imported where it is used
+    from agentspec.cache.store.redis_store import RedisStore  # imports redis, which takes long, only where it is used
 
     return RedisStore

@@ -1,4 +1,4 @@
-"""Hold records that wait for a part of a store that is away, or for a log that it refuses, so that the others go on."""
+"""Set records aside whose part of the store is away, or whose log it refuses, so that the others are still written."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from agentspec.cache.store.records import Record, TurnRecord
 
 @dataclass(frozen=True, slots=True)
 class QueuedRecord:
-    """Hold a record that is to be written: its number in the order of all, its log, and its size in bytes."""
+    """Hold a record to write: its number in the order of all records, its log, and its size in bytes."""
 
     number: int
     namespace: str
@@ -28,30 +28,30 @@ class QueuedRecord:
 
 
 _LOG = "log "
-"""Prefix of the name of a part that stands for one log alone. No part of a store has a space in its name."""
+"""Prefix of the name of a part that is one refused log. No part of a store has a space in its name."""
 _PAUSE = 1.0
 """Seconds until a part or a log is tried again, at first."""
 _REFUSALS = 5
-"""Records of one log that the store refuses one after the other before it counts as refusing the log."""
+"""Refused records of a log in a row from which on the store counts as refusing the log."""
 REFUSED_LOGS = 1024
 """Most refused logs that are remembered while no record waits for them, with about 1.5 kB each."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """Hold what waits for one part: appends, each of records of one log, and how many of them each log has."""
+    """Hold the appends that wait for one part, each with records of one log, and the number of appends of each log."""
 
     breaker: CircuitBreaker
     appends: deque[list[QueuedRecord]] = field(default_factory=deque)
     logs: Counter[str] = field(default_factory=Counter)
 
     def add(self, items: list[QueuedRecord], *, first: bool) -> None:
-        """Let an append wait, behind the others or before them."""
+        """Let an append wait, behind the others, or before them if ``first``."""
         (self.appends.appendleft if first else self.appends.append)(items)
         self.logs[items[0].namespace] += 1
 
     def take(self) -> list[QueuedRecord]:
-        """Remove the first append, and return it. A log of which nothing waits is forgotten: there may be many."""
+        """Remove the first append, and return it. Forgets a log of which no other waits, because there may be many."""
         items = self.appends.popleft()
         self._note_gone(items[0].namespace)
         return items
@@ -73,8 +73,9 @@ class _Part:
 class SetAside:
     """Hold appends by the part of the store that they wait for. Not thread-safe.
 
-    A log of which the store refuses a record is a part of its own (``log_part``), until it takes one. An append is sent
-    as it is, so that a store can recognise it if only its answer was lost. Each log keeps its order.
+    When the store refuses a record of a log, the log becomes a part of its own (``log_part``) until the store takes one
+    of its records. An append is sent again unchanged, so that a store can recognise it if only its answer was lost.
+    Each log keeps its order.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class SetAside:
         return self._count
 
     def is_part_away(self) -> bool:
-        """Return whether a part is away; a log that is refused does not count."""
+        """Return whether a part of the store is away; refused logs do not count."""
         return any(not is_log(name) for name in self._parts)
 
     def refused_logs(self) -> int:
@@ -94,24 +95,25 @@ class SetAside:
         return sum(is_log(name) and part.breaker.state != "closed" for name, part in self._parts.items())
 
     def part_of(self, namespace: str, current_part: Callable[[str], str]) -> str | None:
-        """Return the part that a log's records wait for; None if they don't wait.
+        """Return the part that a log's records wait for; None if they need not wait.
 
-        current_part: returns the part that has a log now.
+        current_part(namespace): returns the part of the store that holds a log now.
         """
         if not self._parts:
             return None
         if (alone := log_part(namespace)) in self._parts:
             return alone
         for name, part in self._parts.items():
-            if namespace in part.logs:  # even where the log has moved, so that its records keep their order
+            if namespace in part.logs:  # even if the log has moved, so that its records keep their order
                 return name
         name = current_part(namespace)
         return name if name in self._parts else None
 
     def add(self, part: str, items: Sequence[QueuedRecord], *, first: bool = False) -> CircuitBreaker:
-        """Let an append wait, behind the others or before them. Return the breaker of its part.
+        """Let an append wait, behind the others, or before them if ``first``. Return the breaker of its part.
 
-        A refused log for which nothing waits may be forgotten for it: if it is still refused, that is found out again.
+        Without ``items``, only make the part. To make room, the call may forget refused logs for which no record waits.
+        If the store still refuses one, its next record shows that.
         """
         held = self._parts.pop(part, None)
         if held is None:
@@ -134,11 +136,11 @@ class SetAside:
         return [(name, part.breaker) for name, part in self._parts.items()]
 
     def wait(self) -> float | None:
-        """Return how many seconds to wait until a part may be tried; None if none is away."""
+        """Return how many seconds to wait until a part may be tried; None if there is none to try."""
         return min((part.breaker.wait() for _, part in self._waited_for()), default=None)
 
     def take(self, part: str) -> list[QueuedRecord]:
-        """Take the first append that waits for a part. If there is none, the part is not away any more.
+        """Take the first append that waits for a part. Return [] if there is none: then the part is not away any more.
 
         A log stays refused until the store has taken a record of it.
         """
@@ -156,7 +158,7 @@ class SetAside:
         return min((part.appends[0][0].number for part in self._parts.values() if part.appends), default=None)
 
     def drop_oldest(self) -> QueuedRecord:
-        """Remove the record with the lowest number."""
+        """Remove the record with the lowest number, and return it. There must be one."""
         waiting = [part for part in self._parts.values() if part.appends]
         self._count -= 1
         return min(waiting, key=lambda part: part.appends[0][0].number).take_record()
@@ -174,13 +176,13 @@ class SetAside:
         return gone
 
     def _make_room(self) -> None:
-        """Forget the refused logs for which nothing waits, those refused longest ago first, until one more may come."""
+        """Forget refused logs for which no record waits, those refused longest ago first, until one more has room."""
         idle = [name for name, part in self._parts.items() if not part.appends and _is_refused(name, part)]
         for name in idle[: max(0, len(idle) + 1 - REFUSED_LOGS)]:
             del self._parts[name]
 
     def _waited_for(self) -> list[tuple[str, _Part]]:
-        """Return the parts that are to be tried: all but refused logs of which no record waits."""
+        """Return the parts to try: all but refused logs for which no record waits."""
         return [(name, part) for name, part in self._parts.items() if part.appends or not _is_refused(name, part)]
 
 
@@ -190,10 +192,10 @@ def _is_refused(name: str, part: _Part) -> bool:
 
 
 def log_part(namespace: str) -> str:
-    """Return the name of the part that one log is by itself."""
+    """Return the name of the part that consists of one refused log."""
     return _LOG + namespace
 
 
 def is_log(part: str) -> bool:
-    """Return whether a part is one log."""
+    """Return whether a part is one refused log, by its name."""
     return part.startswith(_LOG)

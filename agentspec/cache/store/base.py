@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple, Protocol
 from agentspec.errors import InvalidInputError, SessionConflictError
 
 NEW_SESSION = ""
-"""``expect`` of an append to a session that must have no entries yet."""
+"""Value of ``expect`` for an append to a session that must have no entries yet."""
 
 QUEUE_BYTES = 64 << 20
-"""Most bytes of records that wait between a store and the program, unless told otherwise."""
+"""Default limit of the records that wait between a store and the program, in bytes of memory."""
 
 SLICE_ENTRIES, SLICE_BYTES = 256, 1 << 20
 """Most entries, and about the most payload bytes, that one slice of trimming removes, so that appends do not wait
@@ -30,7 +30,7 @@ _CURSOR_DIGITS = 20
 class NewEntry(NamedTuple):
     """Hold one record to append: the keys of its session and group, and its bytes. session "": no session.
 
-    name: what the warning about lost records calls it.
+    name: the record's name in the warning about lost records.
     """
 
     session: str
@@ -43,8 +43,8 @@ class NewEntry(NamedTuple):
 class Entry:
     """Hold one stored record and its place in the log.
 
-    sequence: opaque cursor; in one read, string order is log order. Where a log has several shards, an entry that comes
-    later can have a lower one, and no read or wait behind a cursor misses it.
+    sequence: opaque cursor; in one read, string order is log order. In a log of several shards, an entry that is
+    appended later can have a lower cursor. A read or wait behind a cursor finds it nevertheless.
     """
 
     sequence: str
@@ -57,9 +57,9 @@ class Entry:
 class Erasure:
     """Hold the result of erasing a session.
 
-    records: entries erased. complete: no byte of them is left where the store keeps its data. False while another
-    process still reads the old state; erase again to ask again. tombstone: cursor of the session's tombstone, None if
-    there is none.
+    records: entries erased. complete: whether no byte of them is left where the store keeps its data. It is False while
+    another process still reads the old state; erase again to ask again. tombstone: cursor of the session's tombstone,
+    None if there is none.
     """
 
     records: int
@@ -116,24 +116,24 @@ class Trimmed(NamedTuple):
 class Store(Protocol):
     """Keep append-only logs of records, one for each namespace. Thread-safe.
 
-    Every call may block, so no decode path may make one. Calls raise StoreUnavailableError if a retry may help, else
-    StoreError.
+    Every call may block, so no decode path may make one. Calls raise StoreUnavailableError if a retry may help,
+    otherwise StoreError, and InvalidInputError for a bad argument.
     """
 
     @property
     def shared(self) -> bool:
-        """Return whether other processes may write to the store, so that there is something to follow."""
+        """Return whether other processes may write to the store, so that its logs are worth following."""
         ...
 
     @property
     def held_bytes(self) -> int:
-        """Return the memory of this process that its records take, in bytes; 0 where they lie elsewhere."""
+        """Return the memory of this process that the records take, in bytes; 0 if they lie on disk or in Redis."""
         ...
 
     def part(self, namespace: str) -> str:
-        """Return the name of the part of the store that has a log, "" if it has no parts. Parts fail apart.
+        """Return the name of the part of the store that holds a log, "" if the store has no parts.
 
-        It is what this process knows; the store is not asked.
+        Parts fail independently of each other. The call answers from what this process knows, without asking the store.
         """
         ...
 
@@ -168,14 +168,14 @@ class Store(Protocol):
         ...
 
     def newest(self, namespace: str) -> str:
-        """Return the cursor of a log's end, behind which it has nothing; "", which is before all entries, if it is new.
+        """Return the cursor of a log's end, behind which it has no entry.
 
-        Where retention has removed the newest entry, the cursor is that entry's or a later one.
+        A new log's is "", which is before all entries. If retention has removed the newest entry, the cursor is that entry's or a later one.
         """
         ...
 
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
-        """Return the logs that have entries behind a cursor: at once if any have, else as soon as one gets some.
+        """Return the logs that have entries behind their cursor, or wait until one of them gets some.
 
         cursors: by namespace, a result of ``newest`` or an ``Entry.sequence`` of that log. Returns an empty list after
         ``timeout`` seconds. Another process's append ends the wait within some 10 ms.
@@ -191,7 +191,7 @@ class Store(Protocol):
         ...
 
     def history(self, namespace: str, after: str) -> History:
-        """Return how much the log still has of the entries behind a cursor. A whole one tells of every erasure."""
+        """Return how much the log still has of the entries behind a cursor. If "whole", it tells of every erasure."""
         ...
 
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
@@ -204,8 +204,9 @@ class Store(Protocol):
     def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:
         """Erase every entry of a session and append a tombstone to the log, in one transaction.
 
-        mark: whether to append the tombstone, in place of an older one: a session without entries may have running
-        requests in other processes. Erasing a session again tries to complete the first erasure.
+        mark: whether to append the tombstone, which replaces an older one. A session without entries gets one, too,
+        because it may have running requests in other processes. Erasing a session again tries to complete the first
+        erasure.
         """
         ...
 
@@ -214,7 +215,7 @@ class Store(Protocol):
         ...
 
     def keep_secret(self, secret: bytes) -> None:
-        """Put this secret into the store where it has lost its own. It is the one that this process goes on with."""
+        """Restore this secret, which this process uses, if the store loses its own."""
         ...
 
     def swap_secret_id(self, secret_id: str) -> str | None:
@@ -231,8 +232,8 @@ class Store(Protocol):
     def trim(self, retention: Retention) -> Trimmed:
         """Remove one slice of the oldest entries beyond the limits, of all namespaces together, and free their space.
 
-        What is beyond the limits in bytes or records is taken from namespaces that hold at least half of the mean one.
-        A slice is SLICE_ENTRIES or about SLICE_BYTES at most. Call it again while it says that there is more.
+        Limits in bytes and records take entries only from namespaces that hold at least half of the mean namespace's
+        bytes. A slice is SLICE_ENTRIES or about SLICE_BYTES at most. Call it again while it says that there is more.
         """
         ...
 
@@ -250,9 +251,9 @@ class Store(Protocol):
 
 
 def trim_sessions(store: Store, namespace: str, retention: Retention) -> int:
-    """Erase whole sessions, least recently used first, until what is left is within the limits. Return their number.
+    """Erase whole sessions, least recently used first, until the rest is within the limits. Return their number.
 
-    The store's own ``trim`` would take the head of a long session. Here bytes are those of payloads.
+    The store's own ``trim`` would cut off the beginning of a long session. Here only payloads count as bytes.
     """
     held = sorted(store.sessions(namespace), key=lambda usage: usage.used)
     records, size = sum(usage.records for usage in held), sum(usage.bytes for usage in held)
@@ -302,14 +303,14 @@ def expected_session(entries: Sequence[NewEntry]) -> str:
 
 
 def conflict(session: str) -> SessionConflictError:
-    """Return the error for a conditional append to a session that has changed."""
+    """Return the error for a conditional append to a session that another writer has changed."""
     return SessionConflictError(
         f"session {session!r}: somebody else has changed it since it was read; read it again, or fork it"
     )
 
 
 def cursor_number(text: str, limit: int) -> int | None:
-    """Return the number that a cursor, or a part of one, is; None if it is no number below ``limit``."""
+    """Read a cursor, or a part of one, as a number. Return None if it is no number below ``limit``."""
     is_number = text.isascii() and text.isdigit() and len(text) <= _CURSOR_DIGITS  # int() refuses thousands of digits
     return int(text) if is_number and int(text) < limit else None
 

@@ -1,4 +1,4 @@
-"""Decide after failures of the store when background threads may call it again."""
+"""Decide when background threads may call the store again after it failed."""
 
 import time
 from collections.abc import Callable

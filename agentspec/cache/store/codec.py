@@ -5,9 +5,9 @@ A payload is a msgpack map::
     {"v": 3, "k": "turn" | "message" | "cut" | "erase", "c": crc32, "m": meta, "d": data}
 
 ``meta`` is itself a msgpack map, packed, so that the checksum covers exact bytes. Its keys are places in _FIELDS.
-Fields with their default are left out. Text of lower-case hexadecimal digits, as the keys of sessions are, is bytes.
-The checksum covers version, kind, meta and data with their lengths. Readers ignore unknown keys of ``meta``, so that
-fields can be added. Any other change needs a new version. Readers skip versions and kinds that they do not know.
+Fields with their default are left out. Text of lower-case hexadecimal digits, such as a session's key, is packed as
+bytes. The checksum covers version, kind, meta and data with their lengths. Readers ignore unknown keys of ``meta``, so
+that fields can be added. Any other change needs a new version. Readers skip versions and kinds that they do not know.
 
 ``data`` of a message is its JSON text. ``data`` of a turn is its token ids, prompt tail and response together: the low
 16 bits of each as little-endian numbers, then the third byte of each, then the fourth, all as one raw DEFLATE stream.
@@ -51,15 +51,15 @@ _LIMITS = {"max_array_len": 64, "max_map_len": 64, "max_ext_len": 0}
 _WRITER = re.compile(r"[0-9a-f]{16}")
 _DIGITS = re.compile(r"(?:[0-9a-f]{2}){4,}")
 _local = threading.local()  # one packer for each thread, because making one takes ten times as long as packing
-# texts of a turn, which meta leaves out where they are None
+# text fields of a turn; meta leaves out those that are None
 _NAMES = tuple(field.name for field in dataclasses.fields(TurnRecord) if field.default is None)
 
 
 def encode(record: Record) -> bytes:
     """Return a record as bytes: about 150 for a turn and 1.2 to 1.7 for each token.
 
-    Raises InvalidInputError for what could not be read back: InvalidSessionError for an id, InvalidTokenError for
-    arrays that are not one-dimensional int32 or hold negative ids.
+    Raises InvalidInputError for a record that could not be read back: its subclass InvalidSessionError for a bad id,
+    InvalidTokenError for arrays that are not one-dimensional int32 or hold negative ids.
     """
     check_ids(session=record.session or None)  # a turn may have no session
     meta: dict[str, Any] = {"session": record.session}
@@ -138,7 +138,7 @@ def _open(envelope: object) -> tuple[int, str, bytes, bytes]:
 
 
 def _named(fields: object) -> dict[str, Any]:
-    """Return the fields of meta by name, with the defaults that were left out and the text that was packed as bytes."""
+    """Return the fields of meta by name. Add the defaults that were left out, and make bytes text again."""
     if not isinstance(fields, dict):
         _corrupt("meta is not a map")
     known = {
@@ -208,7 +208,7 @@ def _deflated(tokens: Int32Array) -> tuple[bool, bytes]:
     parts = numbers.view(np.uint8).reshape(-1, 4)
     ordered = b"".join(np.ascontiguousarray(part).tobytes() for part in (parts[:, :2], parts[:, 2], parts[:, 3]))
     coded = _deflate(ordered, zlib.Z_DEFAULT_STRATEGY)
-    if len(ordered) > _MOST_RATIO * len(coded):  # one token again and again: only coded without matches is it in bounds
+    if len(ordered) > _MOST_RATIO * len(coded):  # a repeated token: without matches the stream stays within the ratio
         coded = _deflate(ordered, zlib.Z_HUFFMAN_ONLY)
     return (True, numbers.tobytes()) if len(coded) >= len(ordered) else (False, coded)
 

@@ -1,4 +1,4 @@
-"""Rebuild the whole prompts of stored turns, each of which holds only what its session had not seen."""
+"""Rebuild the whole prompts of stored turns. A stored turn holds only the tokens that were new to its session."""
 
 import numpy as np
 
@@ -10,17 +10,17 @@ from agentspec.cache.types import Int32Array
 class SessionContexts:
     """Hold the contexts of one session while its turns are read, oldest first.
 
-    A turn goes on where an earlier context has the hash that it names as its parent. If no context has it, as where the
-    log has lost its head, the turn is a text of its own, whose beginning is missing.
+    A turn continues the earlier context whose hash it names as its parent. If there is no such context, for example
+    because retention removed the oldest turns, the turn begins a text whose beginning is missing.
     """
 
     def __init__(self) -> None:
         self._texts: list[Int32Array] = []
-        self._missing: list[int] = []  # tokens that each text lacks in front
+        self._missing: list[int] = []  # for each text, how many tokens its beginning lacks
         self._places: dict[int, list[tuple[int, int]]] = {}  # hash of a context -> texts that have it, its length there
 
     def add(self, turn: TurnRecord) -> Int32Array | None:
-        """Add a turn. Return its whole prompt, int32 [P], or None if the beginning of that is missing."""
+        """Add a turn. Return its whole prompt, int32 [P], or None if the prompt's beginning is missing."""
         place = self._find(turn) if turn.kept else None
         if place is None:
             kept, missing = np.empty(0, np.int32), turn.kept
@@ -29,7 +29,7 @@ class SessionContexts:
         prompt = np.concatenate([kept, turn.prompt_tail])
         context = np.concatenate([prompt, turn.response])
         if place is not None and place[1] == len(self._texts[place[0]]):
-            index = place[0]  # the turn goes on behind the end, so that all places of the text stay true
+            index = place[0]  # the turn continues the text's end, so all places in the text stay valid
             self._texts[index] = context
         else:
             index = len(self._texts)

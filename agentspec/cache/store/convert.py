@@ -1,10 +1,11 @@
 """Convert stores of older releases: of the first schema, and with one log for all tenants of a server.
 
-Stores of the first schema are an SQLite file, or all logs of a Redis server under one prefix.
+A store of the first schema is an SQLite file, or all logs of a Redis server under one prefix.
 
 A turn of the first schema named its parent by a length, and its session by its caller's name. It gets a writer, a
 number, its parent's hashes, and keys made with the server's secret. Sessions of callers with API keys cannot be found
-under new keys: what those callers shared in a named tenant is kept without its session, and the rest is left out.
+under new keys. Turns that these callers shared in a named tenant are kept without their session, and their other turns
+are left out.
 
 A server's log was named by the place of its model and by its tenant. It is divided into a log for each tenant.
 """
@@ -54,8 +55,8 @@ _OWNED = re.compile(r"[0-9a-f]{32}(/.*)?", re.DOTALL)  # a principal's digest, o
 class Converted:
     """Count records. converted: written anew. damaged: could not be read. unowned: belong to callers with API keys.
 
-    divided: records, these and others, that moved to their tenants' logs. kept_as: where the old data still are; None:
-    they are gone.
+    divided: records, converted or not, that moved to their tenants' logs. kept_as: path of the old file; None: the old
+    data are gone.
     """
 
     converted: int = 0
@@ -95,8 +96,8 @@ def convert(url: str, *, secret: str | None = None, tenant: str | None = None, l
     named tenant, if any. log: the server's log, which is divided; logs of other servers stay as they are, and can be
     divided later. An SQLite file of the first schema stays beside the new one under the name ``kept_as``. On Redis old
     keys are removed. A conversion that was cut off can be repeated.
-    Raises StoreURLError, StoreVersionError for a store that needs no conversion, StoreError, also where a file of an
-    earlier conversion has the name ``kept_as``, StoreUnavailableError.
+    Raises StoreURLError, StoreVersionError for a store that needs no conversion, StoreUnavailableError, and StoreError,
+    for example if a file of an earlier conversion has the name ``kept_as``.
     """
     try:
         counts = _convert_schema(url, secret, tenant)
@@ -223,7 +224,7 @@ class _Converter:
 class _Chain:
     """Follow a session's context, whose beginning may be missing, by the hashes after each of its tokens.
 
-    missing: tokens that it lacks in front. base: a number that stands for their hash. lost: the context is not known.
+    missing: how many tokens the beginning lacks. base: a number in place of their hash. lost: the context is not known.
     """
 
     missing: int = 0
@@ -236,7 +237,7 @@ class _Chain:
         self.lost = True
 
     def link(self, kept: int, tokens: Any) -> tuple[int, int, int]:
-        """Add a turn that repeats ``kept`` tokens. Return how many, their hash, and that at their last block."""
+        """Add a turn that repeats ``kept`` tokens. Return ``kept``, their hash, and the hash at their last block."""
         if self.lost or not self.missing <= kept <= self.missing + len(self.hashes):
             self.missing, self.lost, self.hashes = kept, False, np.empty(0, np.uint64)
             self.base = int.from_bytes(os.urandom(8)) | 1 if kept else 0
@@ -259,7 +260,7 @@ def _convert_file(path: Path, secret: str | None, tenant: str | None) -> Convert
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, isolation_level=None)) as connection:
             _check_file(connection, path)
             _check_kept(old, path)
-            connection.execute("BEGIN IMMEDIATE")  # nobody may write meanwhile, nor convert
+            connection.execute("BEGIN IMMEDIATE")  # so that no other process writes or converts meanwhile
             for leftover in (*_files(new), _part(old)):
                 leftover.unlink(missing_ok=True)
             with closing(SQLiteStore(new)) as store:
@@ -279,13 +280,13 @@ def _convert_file(path: Path, secret: str | None, tenant: str | None) -> Convert
 
 
 def _check_kept(old: Path, path: Path) -> None:
-    """Raise StoreError if the name for the old store is taken, unless by a run of this conversion that was cut off."""
+    """Raise StoreError if the old store's new name is taken, unless by this conversion when it was cut off."""
     if old.exists() and not (old.samefile(path) or filecmp.cmp(old, path, shallow=False)):
         raise StoreError(f"{old}: an earlier conversion kept another store here; move it away, and try again")
 
 
 def _keep(path: Path, old: Path) -> None:
-    """Give the old store a second name. On a file system without hard links that is a copy."""
+    """Give the old store a second name, by a hard link or, on a file system without these, by a copy."""
     if old.exists() and old.samefile(path):
         return
     try:
@@ -336,7 +337,7 @@ def _convert_redis(store: RedisStore, shown: str, secret: str | None, tenant: st
         for log in logs:
             tag = log.removesuffix(":log")
             namespace = check_namespace(tag.removeprefix(f"{{{store.prefix}:").removesuffix("}"))
-            _delete(store, store.keys(f"{tag}:3:*"))  # what a conversion left that was cut off
+            _delete(store, store.keys(f"{tag}:3:*"))  # keys of a conversion that was cut off
             converter = _Converter(store, namespace, secret, tenant, counts)
             for session, payload in _old_entries(store, tag):
                 converter.add(session, payload)

@@ -1,4 +1,4 @@
-"""Say how far a log was followed, and count what the follower has done."""
+"""Define how far a log was followed, and the counts of the follower."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from agentspec.cache.store.breaker import CircuitBreaker, State
 
 _PAUSE_SECONDS = 1.0
-"""Time until a log that the store refuses to read is tried again, at first."""
+"""First pause before a log that the store refuses to read is tried again."""
 
 
 @dataclass(slots=True)
@@ -16,7 +16,7 @@ class FollowerStats:
     delivered: int = 0
     """records of other processes"""
     learned: int = 0
-    """those of them that were learned from"""
+    """delivered records that were learned from"""
     skipped: int = 0
     """records of this process"""
     erased: int = 0
@@ -24,37 +24,37 @@ class FollowerStats:
     damaged: int = 0
     """records that RecordReader skipped because they were damaged"""
     unknown: int = 0
-    """those that it skipped because they are of a version or kind that it does not know"""
+    """records that RecordReader skipped because of their version or kind"""
     failed: int = 0
     """calls to the store that failed"""
     logs: int = 0
     """logs that are followed"""
     behind: int = 0
-    """those of them that had entries left unread at the last look"""
+    """followed logs that had unread entries left at the last look"""
     refused: int = 0
-    """those of them that the store refuses to read"""
+    """followed logs that the store refuses to read"""
     delay_ms: float = 0.0
     """age of the newest record when it was delivered"""
     state: State = "closed"
-    """the breaker's"""
+    """the breaker's state"""
 
 
 @dataclass(slots=True)
 class FollowedLog:
-    """Hold how far a log was followed, and what is remembered of the erasures in it."""
+    """Hold how far a log was followed, and the erasures in it that the follower remembers."""
 
     tenant: str | None
     cursor: str
-    """of the last entry dealt with"""
+    """cursor of the last entry dealt with"""
     erased: str
     """tombstones up to this cursor were applied; it may be ahead of ``cursor``, because erasures do not wait"""
     applied: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """tombstones applied lately, which are passed over where the log is read later"""
+    """tombstones applied lately, which are skipped when the log is read up to them"""
     numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """for each session erased lately, the number of this process's newest turn when the tombstone was applied"""
     late: set[str] = field(default_factory=set)
-    """sessions to erase again: a turn of this process was on its way then, and lies behind their tombstone"""
+    """sessions to erase again, because a turn of this process lies behind their tombstone"""
     owner: str | None = None
-    """whose log it is: where there are too many, the owner of most loses some; None: not known"""
+    """owner of the log, if known; if there are too many logs, the owner with the most loses some"""
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(threshold=1, first_pause=_PAUSE_SECONDS))
     """open while the store refuses to read this log"""

@@ -1,12 +1,12 @@
-"""Follow the logs that other processes append to, so that what one wrote the others draft from.
+"""Follow the logs that other processes append to, so that each process drafts from what the others said.
 
 An erasure is a tombstone in the log:
 
-- Another process's takes its session from this process at once, also where the records before it have to wait
-  (`_look_ahead`). It is remembered (`FollowedLog.applied`), because it is read again in its turn.
-- A turn of this process that was on its way then lies behind the tombstone. It is seen when it is read (`_skip`), and
-  the session is erased again (`FollowedLog.late`).
-- This process's own is not applied (`own_erasures.py`).
+- The follower applies a tombstone of another process at once, even if records before it have to wait (`_look_ahead`).
+  It remembers the tombstone (`FollowedLog.applied`), because it reads it again after those records.
+- A turn of this process that was on its way to the store then lies behind the tombstone. When the follower reads the
+  turn (`_skip`), it has the session erased again (`FollowedLog.late`).
+- The follower does not apply this process's own tombstones (`own_erasures.py`).
 """
 
 import logging
@@ -29,32 +29,33 @@ from agentspec.errors import StoreError, StoreUnavailableError
 logger = logging.getLogger(__name__)
 
 LIFE_SECONDS = 1.0
-"""A follower without a sign of life for so long may have missed an erasure: its process may have been frozen."""
+"""Seconds without a sign of life after which the follower may have missed an erasure, as in a frozen process."""
 MAX_LOGS = 256
 """Most logs that a process follows: those used last."""
 
 _WAIT_SECONDS = 0.25  # longest wait for new entries
 _READ_SECONDS = 0.25  # longest time to read one log before looking at the others, and for tombstones further on
-_SLICE = 64  # most entries,
-_SLICE_BYTES = 1 << 20  # and about the most bytes, that are read before the time is looked at
+_SLICE = 64  # most entries that are read between two looks at the time
+_SLICE_BYTES = 1 << 20  # about the most bytes that are read between two looks at the time
 _LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
 _RETRY_SECONDS = 0.05  # pause until a tenant with running requests is looked at again
-_MAX_ERASED = 1024  # erased sessions of a log that are remembered when all of it was read
-_MAX_OWNERS = 4096  # logs that are used and not followed yet, whose owners are remembered
+_MAX_ERASED = 1024  # most erased sessions of a log that are remembered once all of it was read
+_MAX_OWNERS = 4096  # most logs, used but not followed yet, whose owners are remembered
 
 
 class Follower:
     """Read what other processes append to the logs in use, in a thread.
 
-    writer: this process's own, whose records are skipped. take(log, record): puts a record of another process where
-    drafts come from. learn(record): learns from it before that, as long as there is time for it. erase(tenant,
-    session): removes an erased session from this process at once, and returns the number of its newest turn.
-    erase_again(tenant, session): erases the session in the store again, because a turn of this process arrived there
-    behind its tombstone. If it raises, it is called again. forget(tenant): makes the cache forget a tenant whose log is
-    not followed any more, and returns whether it could. At most ``max_logs`` are followed, unless tenants cannot be
-    forgotten. Close the follower before the store.
+    writer: this process's name in the store; the follower skips its records unless they were imported.
+    take(log, record): adds a record of another process to the cache. learn(record): learns from the record before that,
+    if there is time. erase(tenant, session): removes an erased session from this process at once, and returns the
+    number of the process's newest turn. erase_again(tenant, session): erases the session in the store again, because a
+    turn of this process arrived there behind its tombstone; if it raises, it is called again. forget(tenant): makes the
+    cache forget a tenant whose log is not followed any more, and returns whether it could. At most ``max_logs`` are
+    followed, unless tenants cannot be forgotten. Close the follower before the store.
 
-    own: erases sessions from the store for this process.
+    own: erases sessions from the store for this process. outdated: tenants to forget as soon as none of their requests
+    runs.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Follower:
         self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._reader = RecordReader()
         self._logs: OrderedDict[str, FollowedLog] = OrderedDict()  # the one used last at the end
-        self._owners: OrderedDict[str, str] = OrderedDict()  # of logs that are used and not followed yet
+        self._owners: OrderedDict[str, str] = OrderedDict()  # of logs that are used but not followed yet
         self.own = OwnErasures(store, lambda log: log in self._logs)
         self._refused: set[str] = set()  # logs that the store refuses to read
         self._unerased: set[str] = set()  # logs with a tombstone that could not be applied here
@@ -92,9 +93,9 @@ class Follower:
         self._thread.start()
 
     def use(self, namespace: str, owner: str | None = None) -> bool:
-        """Note that a request uses a log. Returns whether it is followed.
+        """Note that a request uses a log. Returns whether the log is followed.
 
-        owner: whose log it is. Where there are too many, one goes of the owner who has the most.
+        owner: the log's owner. If there are too many logs, the owner with the most loses one.
         """
         with self._wake:
             if namespace not in self._logs:
@@ -109,8 +110,9 @@ class Follower:
     def begin(self, namespace: str, tenant: str | None, *, used_too: bool = False) -> None:
         """Follow a log from its present end. Call it before the log is read, in a thread that may wait for the store.
 
-        Sessions that others erased, and that have no entry since, are erased here too. used_too: erase also those that
-        have entries since, because this process may hold text of them from before the erasure. Raises StoreError.
+        The call also erases here the sessions that other processes erased and that have no entries since. used_too:
+        erase those with entries, too, because this process may hold text of them from before the erasure. Raises
+        StoreError.
         """
         followed = self.use(check_namespace(namespace))
         if followed and not used_too:
@@ -132,18 +134,18 @@ class Follower:
             if not self._logs:
                 self._alive = begun
             owner = self._owners.pop(namespace, None)
-            # Unless another thread has.
+            # setdefault, because another thread may have begun to follow the log meanwhile
             self._logs.setdefault(namespace, FollowedLog(tenant, end, end, numbers=numbers, owner=owner))
             self._wake.notify()
         self._leave_idlest()
 
     def places(self) -> dict[str, str]:
-        """Return, for each log that is followed, the cursor up to which erasures by others are known here."""
+        """Return, for each followed log, the cursor up to which other processes' erasures were applied here."""
         with self._wake:
             return {name: log.erased for name, log in self._logs.items()}
 
     def is_current(self) -> bool:
-        """Return whether each erasure older than LIFE_SECONDS is known and done here, as far as the store answers."""
+        """Return whether all erasures older than LIFE_SECONDS were applied here, as far as the store answers."""
         return not self._logs or not (self._unerased or time.monotonic() - self._alive >= LIFE_SECONDS)
 
     def close(self, timeout: float = 1.0) -> None:
@@ -177,7 +179,7 @@ class Follower:
                     self._follow()
             except Exception as error:  # a store may raise anything, and the thread must survive it
                 self._fail(error)
-                if time.monotonic() - begun < LIFE_SECONDS:  # longer: the process may have been frozen meanwhile
+                if time.monotonic() - begun < LIFE_SECONDS:  # otherwise the process may have been frozen meanwhile
                     self._alive = time.monotonic()
                 continue
             if self._breaker.success():
@@ -197,16 +199,16 @@ class Follower:
             pause = self._breaker.wait()
             if pause > 0:
                 if self._breaker.state == "open" or begun - self._alive < LIFE_SECONDS:
-                    self._alive = begun  # the store is known to be away, and not only since a freeze
+                    self._alive = begun  # the store was known to be away before any freeze
                 self._wake.wait_for(lambda: self._closed, min(pause, _WAIT_SECONDS))
-                return time.monotonic() - begun > LIFE_SECONDS  # frozen meanwhile: the store may have come back
+                return time.monotonic() - begun > LIFE_SECONDS  # if frozen meanwhile: the store may be back
         return self._breaker.allow()
 
     def _leave_gaps(self, *, all_logs: bool) -> bool:
-        """Forget what came from logs that retention has cut further than they were read: an erasure may be gone.
+        """Forget the tenants of logs that retention cut beyond what was read here: a tombstone may be among the loss.
 
         all_logs: look at all logs; False: only at those that could not be read for a while, or with an erasure that
-        failed here. Returns whether no gap is left. A tenant with running requests cannot be forgotten, and is
+        failed here. Returns whether no gap is left. A tenant with running requests cannot be forgotten yet, and becomes
         `outdated`.
         """
         outdated = set()
@@ -259,7 +261,7 @@ class Follower:
 
     @contextmanager
     def _alone(self, name: str, log: FollowedLog) -> Iterator[None]:
-        """Leave a log alone for a while if the store refuses it by itself, so that the others are followed."""
+        """Leave a log alone for a while if the store refuses it, so that the others are followed meanwhile."""
         try:
             yield
         except StoreUnavailableError:
@@ -272,7 +274,7 @@ class Follower:
                 logger.warning("agentspec: the log %s cannot be followed, the others are: %s", name, error)
 
     def _read(self, namespace: str, log: FollowedLog) -> bool:
-        """Deliver a log's new records, as long as there is time. Returns whether that was all."""
+        """Deliver a log's new records while there is time. Returns whether all of them were delivered."""
         courtesy, batch, seen, size, at = Courtesy(), list[TurnRecord](), 0, 0, log.cursor
         until = time.monotonic() + _READ_SECONDS
         self.own.note_read_begun(namespace)
@@ -296,7 +298,7 @@ class Follower:
         self._deliver(namespace, batch, courtesy)
         log.cursor = at
         log.erased = max(log.erased, at)
-        for remembered in (log.applied, log.numbers):  # until the log is read to its end, any tombstone may come again
+        for remembered in (log.applied, log.numbers):  # only now: up to the log's end any tombstone may come again
             while len(remembered) > _MAX_ERASED:
                 remembered.popitem(last=False)
         return True
@@ -328,11 +330,11 @@ class Follower:
         log.applied[tombstone] = None  # only now, so that an erasure that fails is tried again
 
     def _is_own(self, namespace: str, session: str, cursor: str) -> bool:
-        """Return whether a tombstone is this process's. Waits no longer than drafting can go on meanwhile."""
+        """Return whether a tombstone is this process's. Waits at most half of LIFE_SECONDS: drafting goes on."""
         return self.own.wrote(namespace, session, cursor, LIFE_SECONDS / 2)
 
     def _skip(self, log: FollowedLog, record: TurnRecord) -> None:
-        """Skip a record of this process. If it was on its way when its session was erased, erase the session again."""
+        """Skip a record of this process. If it lies behind its session's tombstone, have the session erased again."""
         with self._wake:
             self._counts.skipped += 1
         if record.number <= log.numbers.get(record.session, 0):
@@ -355,10 +357,10 @@ class Follower:
             self._counts.delay_ms = delay
 
     def _leave_idlest(self) -> None:
-        """Stop following logs, where there are too many and the cache can forget their tenants.
+        """Stop following logs if there are too many and the cache can forget their tenants.
 
-        They are of the owner who has the most, and of these the ones used longest ago. So a caller with ever new salts
-        displaces itself. A log in which a session is yet to be erased again stays.
+        Each time the owner with the most logs loses the one used longest ago, so a caller with ever new salts displaces
+        itself. A log in which a session must still be erased again stays.
         """
         with self._wake:
             logs = list(self._logs.items())

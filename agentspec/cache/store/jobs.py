@@ -20,7 +20,8 @@ Result = TypeVar("Result")
 class StoreJobs:
     """Run jobs on a store, one after the other. Thread-safe; no call waits for the store.
 
-    The owners of jobs take turns, so that one who asks for much holds nobody up. Each owner's jobs keep their order.
+    The owners of jobs take turns, so that an owner with many jobs does not hold up the others. Each owner's jobs keep
+    their order.
     """
 
     def __init__(self, store: Store) -> None:
@@ -33,7 +34,7 @@ class StoreJobs:
     def submit(self, job: Callable[[Store], Result], owner: str | None = None) -> "Future[Result]":
         """Run ``job(store)`` soon. Returns its future.
 
-        Raises StoreUnavailableError if too many jobs of the owner wait, or of all owners together.
+        Raises StoreUnavailableError if too many jobs wait, of the owner or of all together, and after `close`.
         """
         future: Future[Result] = Future()
         with self._lock:

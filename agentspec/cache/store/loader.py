@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # stores work without the compiled core
 logger = logging.getLogger(__name__)
 
 _SLICE = 64  # records in a batch, and entries of a corpus that are read before the loader looks for other requests
-_BATCH_BYTES = 1 << 20
+_BATCH_BYTES = 1 << 20  # about the most bytes in a batch
 _WHOLE_BYTES = 4 << 20  # most bytes of a session that is delivered in one batch; a larger one comes in several
-_PREPARED_TOKENS = 100_000  # a session of so many tokens is indexed before it is delivered
-_MAX_RECORDS = 2048  # most records of a session or group that a request delivers, the newest
-_MAX_TRIES = 3  # failures of one read, while the store answers others, until it is given up
+_PREPARED_TOKENS = 100_000  # a session of at least so many tokens in one batch is indexed before it is delivered
+_MAX_RECORDS = 2048  # most records of a session or group that a request delivers: the newest
+_MAX_TRIES = 3  # failures of one read after which it is given up, although the store answers other calls
 
 
 @dataclass(slots=True)
@@ -33,10 +33,10 @@ class LoaderStats:
     """Count what the loader has done since the start.
 
     delivered: records that ``take`` returned. damaged, unknown: records that RecordReader skipped. failed: reads that
-    failed; the loader retries them if that may help. given_up: requests whose reads failed for good; the next request
-    tries again. refused: requests rejected because too many were waiting; likewise. pending: sessions and groups
-    requested and not yet read. corpora: tenants whose corpus was requested and not yet taken. ready_bytes: memory of
-    the records that wait. state: the breaker's.
+    failed; the loader retries them if that may help. given_up: requests whose reads failed for good. refused: requests
+    rejected because too many were waiting. The next request for the same tries again in both cases. pending: sessions
+    and groups requested and not yet read. corpora: tenants whose corpus was requested and not yet taken. ready_bytes:
+    memory of the records that wait. state: the breaker's state.
     """
 
     delivered: int = 0
@@ -53,10 +53,10 @@ class LoaderStats:
 
 @dataclass(slots=True)
 class _Job:
-    """Hold a read that is under way.
+    """Hold a read that waits or is under way.
 
-    newest: how many entries to read at most, the last ones. after: the last one seen. tries: failures since the last
-    progress. forgotten: sessions erased since it began.
+    newest: most entries to read, the last ones. after: cursor of the last entry read. tries: failures since the last
+    progress. forgotten: sessions erased since the read began.
     """
 
     wanted: Wanted
@@ -72,12 +72,13 @@ class BackgroundLoader:
 
     No call blocks or raises because of the store. Each request delivers the newest of the store's records in log order,
     also those that the cache holds already: the cache ignores them. A limit on their number keeps an endless session
-    from pushing out all others each time it is loaded. Sessions and groups go before corpora. A read that fails while
-    the store answers is put off behind the others, and given up after some tries. Close the loader before the store.
+    from pushing out all others each time it is loaded. Sessions and groups are read before corpora. A read that fails
+    while the store answers is put off behind the others, and given up after some tries. Close the loader before the
+    store.
 
     before_read(namespace, tenant): called in the loader's thread before a log is read; it may wait for the store and
-    raise its errors. prepare: called in that thread with all turns of a large session; returns their indexes, or None
-    if it cannot. ready: what ``take`` returns from.
+    raise its errors. prepare(records): called in that thread with all turns of a large session; returns their indexes,
+    or None if it cannot. ready: the queue from which ``take`` returns records.
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class BackgroundLoader:
         self._reader = RecordReader()
         self._requests: deque[_Job] = deque()
         self._corpora: deque[_Job] = deque()
-        self._requested: set[Wanted] = set()  # sessions and groups until they are read, corpora until they were taken
-        # Sessions and groups until all of them was taken, and how many records to read again then: 0 for those that
-        # nobody has requested again since they are being read.
+        self._requested: set[Wanted] = set()  # sessions and groups until their read begins, corpora until all was taken
+        # Sessions and groups until all their records were taken, and how many records to read again then: 0 unless a
+        # request came while they were read or waited.
         self._untaken: dict[Wanted, int] = {}
         self._current: _Job | None = None
         self._counts = LoaderStats()
@@ -112,9 +113,9 @@ class BackgroundLoader:
     def request(self, wanted: Wanted, newest: int = _MAX_RECORDS) -> bool:
         """Request the newest records of a session, group or corpus. Returns whether they will come.
 
-        They won't if too many requests wait. Nothing is read again before all of it was taken: each copy of a large
-        group that waits would keep other sessions from coming. A session or group that is requested while it is read,
-        or waits to be taken, is read once more then, because the read may miss what was stored since.
+        Returns False if too many requests wait, and after `close`. If a session or group is requested while it is read
+        or waits to be taken, it is read once more afterwards, because the first read may miss newer records. That waits
+        until all records were taken, because a second copy of a large group would hold up other sessions.
         """
         with self._wake:
             if self._closed:
@@ -147,7 +148,7 @@ class BackgroundLoader:
         return self.is_reading(wanted) or self.ready.holds(wanted)
 
     def is_reading(self, wanted: Wanted) -> bool:
-        """Return whether a session, group or corpus is still to be read, or a part of it."""
+        """Return whether a session or group is still to be read, even in part, or a corpus to be taken."""
         with self._wake:
             read = self._current is not None and self._current.wanted == wanted
             return read or wanted in self._requested
@@ -265,7 +266,7 @@ class BackgroundLoader:
         self._wake.notify()
 
     def _end(self, wanted: Wanted) -> None:
-        """Note that all of a session, group or corpus was taken, or will not come. Read it again if that was asked."""
+        """Note that all of a session, group or corpus was taken or given up. Read it again if that was requested."""
         if wanted.is_corpus:
             self._requested.discard(wanted)
             self._counts.corpora -= 1
@@ -273,7 +274,7 @@ class BackgroundLoader:
             self._queue(_Job(wanted, newest))
 
     def _put_off(self, job: _Job, error: Exception) -> None:
-        """Queue a failed job again, behind the others, if a retry may help. It goes on behind the last entry seen."""
+        """Queue a failed job again, behind the others, if a retry may help. It goes on behind the last entry read."""
         job.entries = None
         passing = isinstance(error, StoreUnavailableError)
         answers = not passing or self._answers()
@@ -295,7 +296,7 @@ class BackgroundLoader:
             logger.warning("agentspec: a stored session cannot be read: %s; further ones are only counted", error)
 
     def _answers(self) -> bool:
-        """Return whether the store answers, so that only the last read was at fault."""
+        """Return whether the store answers a ping, so that the fault was of the last read alone."""
         try:
             self._store.ping()
         except Exception:

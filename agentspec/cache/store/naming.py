@@ -1,4 +1,4 @@
-"""Name the logs of a store, and make the keys of sessions and groups: hashes and MACs, which tell nothing of names."""
+"""Name the logs of a store, and make the keys of sessions and groups: hashes and MACs, which reveal no names."""
 
 import hashlib
 import hmac
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 SCHEMA = "agentspec-log-1"
-"""Part of every name. It stays when records get a new version, so that an old log is found and refused by name."""
+"""Part of the hash in every log's name. It stays when records get a new version, so that older logs are still found."""
 
 _MODEL_BYTES, _TENANT_DIGITS, _APART_DIGITS = 8, 24, 16
 _REMEMBERED = 1024
-"""Tenants whose logs' names are remembered: each request asks for its own, and two MACs take long."""
+"""Most log names that are cached. Each request asks for its tenant's, which takes up to two MACs."""
 _APART = re.compile("[0-9a-f]{32}/(.*)", re.DOTALL)
 """A tenant that a LoRA adapter or a cache salt sets apart: a MAC of these, then the name of the tenant without them."""
 
@@ -22,10 +22,10 @@ class LogNames:
     """Name the logs of a model: one for each tenant, ``<16 hexadecimal digits>.<24>``, or ``<16>.<24>.<16>``.
 
     The first part (``find_model_key``) is the same for all logs of a model and its tokenizer, on every server. The
-    second is a MAC of the tenant, so that names in a store tell nothing about tenants. Tenants that only an adapter or
-    a cache salt sets apart from another one share its second part and have a third.
+    second is a MAC of the tenant, so that names in a store reveal nothing about tenants. Tenants that only an adapter
+    or a cache salt sets apart from another one share its second part and have a third.
 
-    secret: the servers' (``server_secret``). Servers that share a store need the same one.
+    model: the first part. secret: the servers' (``server_secret``). Servers that share a store need the same one.
     """
 
     model: str
@@ -37,7 +37,7 @@ class LogNames:
         return f"{self.model}."
 
     def of(self, tenant: str | None) -> str:
-        """Return the name of a tenant's log. None: the tenant of callers who cannot be told apart."""
+        """Return the name of a tenant's log. tenant None: the one of callers who cannot be told apart."""
         return _log_of(self, tenant)
 
     def family(self, tenant: str | None) -> str:
@@ -55,14 +55,14 @@ def _log_of(logs: LogNames, tenant: str | None) -> str:
 
 
 def model_key(config: str, tokenizer: str) -> str:
-    """Return the key of a model, 16 hexadecimal digits. config, tokenizer: what identifies these two."""
+    """Return the key of a model, 16 hexadecimal digits. config, tokenizer: texts that identify these two."""
     return hashlib.blake2b(frame([SCHEMA, config, tokenizer]), digest_size=_MODEL_BYTES).hexdigest()
 
 
 def mac(secret: bytes, kind: str, *parts: str | None) -> str:
-    """Return a MAC of 32 hexadecimal digits over these parts. kind: what it stands for, so that no two kinds mix.
+    """Return a MAC of 32 hexadecimal digits over these parts. kind: its purpose; MACs of two kinds never match.
 
-    The keys of sessions and groups are such MACs, so that a store's keys tell nothing about names.
+    The keys of sessions and groups are such MACs, so that a store's keys reveal no names.
     """
     return hmac.digest(secret, frame([kind, *parts]), "sha256")[:16].hex()
 

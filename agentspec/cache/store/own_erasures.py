@@ -1,4 +1,4 @@
-"""Erase sessions from logs that this process follows, so that it does not take the tombstones for those of others."""
+"""Erase sessions from the store, and tell this process's tombstones from those of other processes."""
 
 import threading
 from collections import Counter, OrderedDict
@@ -6,24 +6,24 @@ from collections.abc import Callable
 
 from agentspec.cache.store.base import Erasure, Store, entry_name
 
-_MAX_TOMBSTONES = 4096  # that are remembered
+_MAX_TOMBSTONES = 4096  # most tombstones that are remembered
 
 
 class OwnErasures:
-    """Erase sessions from the store, and know the tombstones of that, and which sessions are being erased.
+    """Erase sessions from the store, and remember the tombstones of these erasures and the sessions being erased.
 
-    A session has left this process before it is erased from the store, so its tombstone is not to be applied here. But
-    records of it may have been read before, and wait to be delivered: they are dropped, until the log is read again.
+    A session has left this process before it is erased from the store, so its tombstone must not be applied here. But
+    records of it may have been read before and still wait to be delivered. `may_be_older` says which ones to drop.
 
-    follows: returns whether a log is followed. Any thread may make all calls.
+    follows(log): returns whether a log is followed. Any thread may make any call.
     """
 
     def __init__(self, store: Store, follows: Callable[[str], bool]) -> None:
         self._store = store
         self._follows = follows
         self._tombstones: OrderedDict[str, None] = OrderedDict()  # names of their entries
-        self._sessions: dict[tuple[str, str], bool] = {}  # by log; true: erased from the store
-        self._running: Counter[tuple[str, str]] = Counter()  # erasures; a session may have several at once
+        self._sessions: dict[tuple[str, str], bool] = {}  # by log and session: whether it was erased from the store
+        self._running: Counter[tuple[str, str]] = Counter()  # erasures under way; a session may have several at once
         self._closed = False
         self._changed = threading.Condition(threading.Lock())  # never held during a call to the store
 
@@ -54,7 +54,7 @@ class OwnErasures:
     def wrote(self, log: str, session: str, tombstone: str, seconds: float) -> bool:
         """Return whether a tombstone is this process's. tombstone: its cursor.
 
-        It may be read before ``erase_session`` knows it, so this waits for that, at most so many seconds.
+        The follower may read a tombstone before ``erase_session`` returns. The call waits for that, up to ``seconds``.
         """
         name = entry_name(tombstone)
         with self._changed:
@@ -64,18 +64,18 @@ class OwnErasures:
             return name in self._tombstones
 
     def note_tombstone_read(self, log: str, session: str) -> None:
-        """Note that a session's records that are read from now on came after its erasure."""
+        """Note that the session's tombstone was read: records of it that are read from now on are newer."""
         with self._changed:
             if (log, session) not in self._running:  # or they may be older than the erasure that runs
                 self._sessions.pop((log, session), None)
 
     def note_read_begun(self, log: str) -> None:
-        """Note that a log is read from now on: no entry holds what was erased from it before."""
+        """Note that a read of a log begins: it finds no records of sessions that were erased before."""
         with self._changed:
             self._sessions = {what: done for what, done in self._sessions.items() if what[0] != log or not done}
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """End all waits in `wrote`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

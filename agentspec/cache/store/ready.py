@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # stores work without the compiled core
 class Wanted:
     """Name what to load from a tenant's log: a session, a group or a family by its key, or else the tenant's corpus.
 
-    family: the key of its root session, whose own turns are not among those of its family.
+    family: the key of its root session. The root's own turns are not loaded with its family.
     """
 
     namespace: str
@@ -35,14 +35,14 @@ class Loaded:
     """Hold records to apply together."""
 
     wanted: Wanted
-    """What was asked for."""
+    """The session, group, family or corpus that was requested."""
     records: list[TurnRecord] = field(default_factory=list)
     size: int = 0
     """Bytes of the records."""
     complete: bool = False
-    """Whether these are the last records of what ``wanted`` names, and none was lost."""
+    """Whether these are the last records of ``wanted``, and none was lost."""
     prepared: "PreparedSession | None" = None
-    """The indexes of the session that the records make up; None: it is too short to be indexed beforehand."""
+    """The indexes of the session that the records make up; None: it was not indexed beforehand."""
     forgotten: set[str] = field(default_factory=set)
     """Sessions that were erased since ``take`` returned this."""
 
@@ -60,14 +60,14 @@ class Loaded:
 
 
 class ReadyRecords:
-    """Hold what was read until the engine takes it. Thread-safe. max_bytes: limit of all together.
+    """Hold loaded records until the engine takes them. Thread-safe. max_bytes: limit of all records together.
 
     Sessions, groups and corpora take turns, so that a short session does not wait for a group of thousands of records.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._waiting: OrderedDict[Wanted, deque[Loaded]] = OrderedDict()  # whose turn it is comes first
+        self._waiting: OrderedDict[Wanted, deque[Loaded]] = OrderedDict()  # the one to take from next comes first
         self.bytes = 0
         """memory of the records that wait, roughly"""
         self._taken: Loaded | None = None
@@ -75,7 +75,7 @@ class ReadyRecords:
         self._room = threading.Condition(threading.Lock())
 
     def put(self, loaded: Loaded, forgotten: set[str]) -> None:
-        """Queue records, without the sessions that were ``forgotten`` meanwhile. Waits while the queue is full."""
+        """Queue records, without those of sessions that were ``forgotten`` meanwhile. Waits while the queue is full."""
         with self._room:
             self._room.wait_for(lambda: self._closed or self.bytes < self._max_bytes)
             loaded.drop(forgotten)
@@ -102,12 +102,12 @@ class ReadyRecords:
             return self._taken
 
     def holds(self, wanted: Wanted) -> bool:
-        """Return whether ``take`` will return records of what is wanted."""
+        """Return whether ``take`` will return records of ``wanted``."""
         with self._room:
             return wanted in self._waiting
 
     def forget(self, session: str) -> None:
-        """Drop the records of an erased session, and note it in what was taken last."""
+        """Drop the records of an erased session, and note the session in the records that were taken last."""
         with self._room:
             if self._taken is not None:
                 self._taken.forgotten.add(session)
@@ -117,7 +117,7 @@ class ReadyRecords:
             self.bytes = sum(loaded.size for loaded in waiting)
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """End all waits in `put`."""
         with self._room:
             self._closed = True
             self._room.notify_all()

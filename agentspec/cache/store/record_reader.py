@@ -23,7 +23,7 @@ class RecordReader:
         self.unknown = 0
 
     def read(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Record | None]]:
-        """Yield each entry, of ``Store.read``, with its record, or with None if the record cannot be used."""
+        """Yield each entry with its record, or with None if the record cannot be used. entries: of ``Store.read``."""
         for entry in entries:
             yield entry, self._decode(entry)
 

@@ -1,4 +1,4 @@
-"""Define what a store keeps: turns on the server's side, messages and cuts on the client's, tombstones on both."""
+"""Define the records of a store: turns on the server's side, messages and cuts on the client's, tombstones on both."""
 
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -20,16 +20,17 @@ class TurnRecord:
     """
 
     writer: str
-    """the engine process that said it, 16 hexadecimal digits"""
+    """name of the engine process that said the turn, 16 hexadecimal digits"""
     number: int
     """the turn's place among those of its writer, from 1"""
     session: str = ""
     """key of its session; "" without one"""
     kept: int = 0
+    """tokens of the prompt that the session had before"""
     parent: int = 0
     """64-bit hash of the ``kept`` tokens, 0 if there are none"""
     block: int = 0
-    """hash at the last block boundary within them"""
+    """their hash up to the last block boundary within them"""
     prompt_tail: Int32Array
     """token ids, [P]"""
     response: Int32Array
@@ -37,25 +38,25 @@ class TurnRecord:
     created: float
     """seconds since the epoch, for people only"""
     tenant: str | None = None
-    """in whose index it is shared; None is a tenant too: requests without API key, cache salt and adapter"""
+    """tenant whose index shares the turn; None: the tenant of requests without API key, cache salt and adapter"""
     principal: str | None = None
     """who made the request"""
     parent_session: str | None = None
     """the session that started this one"""
     group: str | None = None
-    """whose sessions draft from each other's responses"""
+    """key of its group, whose sessions draft from each other's responses"""
     session_name: str | None = None
-    """as the caller said"""
+    """the session's name as the caller gave it"""
     group_name: str | None = None
-    """as the caller said"""
+    """the group's name as the caller gave it"""
     scope: Scope = "tenant"
-    """what the request drafted from"""
+    """texts that the request drafted from"""
     weights: str | None = None
     """version of the model's weights"""
     family: str | None = None
-    """root of the sessions that started one another; None: this one was started by none"""
+    """key of the root session of its session's family; None: no session started this one"""
     imported: bool = False
-    """whether it was exported, and did not come here from its writer"""
+    """whether an import appended it, and not its writer"""
 
     def __eq__(self, other: object) -> bool:
         names = [field.name for field in fields(self)]
@@ -102,9 +103,9 @@ class MessageRecord:
 
 @dataclass(frozen=True, slots=True)
 class CutRecord:
-    """Say at which position a session goes on. Applying a record twice does nothing.
+    """Hold the position at which a session goes on. Applying a record twice does nothing.
 
-    Messages at this position and behind it were taken back. Messages before it that are not there are lost.
+    Messages at this position and behind it were taken back. Messages before it that are not in the store are lost.
     """
 
     session: str
