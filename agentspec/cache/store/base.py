@@ -170,7 +170,8 @@ class Store(Protocol):
     def newest(self, namespace: str) -> str:
         """Return the cursor of a log's end, behind which it has no entry.
 
-        A new log's is "", which is before all entries. If retention has removed the newest entry, the cursor is that entry's or a later one.
+        A new log's is "", which is before all entries. If retention has removed the newest entry, the cursor is
+        that entry's or a later one.
         """
         ...
 

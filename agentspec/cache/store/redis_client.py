@@ -36,16 +36,16 @@ from agentspec.errors import StoreError, StoreUnavailableError
 SOCKET_TIMEOUT = 0.25
 """Timeout of connecting and of reading, in seconds."""
 
-# errors that pass by themselves or that the operator can repair, with a correct URL; the last from a script while the
-# cluster moves its keys
+# errors that pass by themselves, or that the operator can repair without changing the URL; scripts raise the last one
+# while the cluster moves their keys
 _PASSING = ("READONLY ", "MISCONF ", "LOADING ", "BUSY ", "NOREPLICAS ", "non local key")
 _PASSING_TYPES = (AskError, ClusterError, ReadOnlyError, TryAgainError)
 _FULL = "the server is full: raise its maxmemory, or keep less with the settings retention_days and retention_bytes"
 _SENTINEL_PASSWORD = "check AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD"
-# refusals without an error type of their own; the last for a long command of a user who has shown no password
+# refusals without an error type of their own; the last one is for a long command of a user who gave no password
 _REFUSED = ("user executing the script", "ACL failure in script", "unauthenticated ")
 _UNKNOWN = ("unknown command", "unknown redis command")
-# what a user may not run: a server names it, or, up to Redis 7.0, the line of the script
+# how errors name a command that the user may not run: by its name or, up to Redis 7.0, by the line of the script
 _NAMED = re.compile(r"the '([\w|]+)' command|unknown command ['`]([\w|]+)")
 _LINE = re.compile(r"user_script: ?(\d+)")
 _CALLED = re.compile(r"redis\.p?call\('([A-Z]+)'")
@@ -57,12 +57,12 @@ RedisForm = Literal["server", "sentinel", "cluster"]
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """Say where a Redis is.
+    """Hold the address of a Redis, and the passwords for it.
 
     form: how its servers are found. nodes: host and port of the server, the Sentinels, or some nodes of the Cluster.
     path: of a unix socket, instead of nodes. service: Sentinel's name for the server. sentinel_username,
-    sentinel_password: what the Sentinels ask for themselves. tls: options of the connection, None: no TLS. shown: the
-    URL as errors show it.
+    sentinel_password: for the Sentinels themselves. tls: TLS options of the connection, None: no TLS. shown: the URL as
+    errors show it.
     """
 
     form: RedisForm
@@ -113,7 +113,7 @@ class RedisClient:
             client = self._connected()
             try:
                 return client.evalsha(hashlib.sha1(script.encode()).hexdigest(), len(keys), *keys, *arguments)
-            except NoScriptError:  # new, restarted or failed over
+            except NoScriptError:  # the server is new, or was restarted or failed over
                 return client.eval(script, len(keys), *keys, *arguments)
 
     def keys(self, pattern: str) -> set[str]:
@@ -122,27 +122,27 @@ class RedisClient:
             return {key.decode() for key in self._connected().scan_iter(match=pattern, count=1000)}
 
     def members(self, key: str, prefix: str) -> set[str]:
-        """Return the members of a set that begin with a prefix, which has no characters of a pattern."""
+        """Return the members of a set that begin with a prefix. The prefix must not hold wildcards (* ? [)."""
         with self.errors():
             return {member.decode() for member in self._connected().sscan_iter(key, match=f"{prefix}*", count=1000)}
 
     def hash_items(self, key: str) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the fields and values of a hash, in pages. It may yield one twice."""
+        """Yield the fields and values of a hash, read in pages. It may yield a field twice."""
         with self.errors():
             yield from self._connected().hscan_iter(key, count=1000)
 
     def part(self, key: str) -> str:
-        """Return the name of the Cluster's node that has a key; "" where there is one server, or none is known yet."""
+        """Return the name of the Cluster's node that has a key; "" for a single server, or if no node is known."""
         if self._address.form != "cluster" or self._redis is None:
             return ""
         try:
             name: str = self._redis.nodes_manager.get_node_from_slot(self._redis.keyslot(key)).name
-        except RedisClusterException:  # nobody has its slot at the moment
+        except RedisClusterException:  # no node has the key's slot at the moment
             return ""
         return name
 
     def subscription(self) -> Any:
-        """Return a subscription to no channel yet. Every node of a Cluster hears what is published on any."""
+        """Return a subscription without channels. Any node of a Cluster serves: each hears what the others publish."""
         client = self._connected()
         if self._address.form == "cluster":
             client = client.get_redis_connection(random.choice(client.get_primaries()))
@@ -158,7 +158,7 @@ class RedisClient:
     def errors(self, script: str = "") -> Iterator[None]:
         """Raise redis-py's errors as store errors without the password, because servers quote commands they reject.
 
-        script: that runs, so that an error can name the command in it that the user may not run.
+        script: the script that runs, so that an error can name the command in it that the user may not run.
         """
         self._refuse_if_closed()
         try:
@@ -187,7 +187,7 @@ class RedisClient:
             with self._lock:
                 if self._redis is None:
                     self._redis = self._connect()
-        if self._closed:  # while it connected, so that `close` saw no connection
+        if self._closed:  # closed while it connected, when `close` saw no connection yet
             self._redis.close()
             self._refuse_if_closed()
         return self._redis
@@ -206,8 +206,8 @@ class RedisClient:
         if at.tls is not None:
             options |= {"ssl": True, **at.tls}
         user: dict[str, Any] = {"username": at.username, "password": at.password}
-        # Pooled connections die with a restarted server, and a server can be slow once. To try again is safe, because
-        # reads and removals can be repeated and appends are numbered.
+        # Retry once: pooled connections die with a restarted server, and a server can be slow once. A retry is safe,
+        # because reads and removals can be repeated and appends are numbered.
         retry = (
             Retry(ExponentialBackoff(cap=0.05, base=0.01), 1, _TRANSIENT) if self._patient else Retry(NoBackoff(), 0)
         )
@@ -215,7 +215,7 @@ class RedisClient:
             nodes = [ClusterNode(host, port) for host, port in at.nodes]  # type: ignore[no-untyped-call]
             return RedisCluster(startup_nodes=nodes, retry=retry, **options, **user)
         if at.form == "sentinel":
-            asking = {"username": at.sentinel_username, "password": at.sentinel_password}  # user is for the server
+            asking = {"username": at.sentinel_username, "password": at.sentinel_password}  # `user` is for the server
             sentinel: Any = Sentinel(  # type: ignore[no-untyped-call]
                 at.nodes, sentinel_kwargs={**options, **asking, "retry": Retry(NoBackoff(), 0)}
             )
@@ -226,11 +226,11 @@ class RedisClient:
         return redis.Redis(host=host, port=port, db=at.database, retry=retry, **options, **user)
 
     def _tls_fault(self, error: str) -> str | None:
-        """Return what is wrong with the TLS connection, by the text of an error; None where that is not the fault."""
+        """Return what is wrong with the TLS connection, by the text of an error; None if TLS is not at fault."""
         return None if self._address.tls is None else explain_tls(error, self._address.tls)
 
     def _no_master(self, error: MasterNotFoundError) -> StoreUnavailableError:
-        """Return the error for Sentinels that name no server. redis-py's quotes what each of them has answered."""
+        """Return the error for Sentinels that name no server, without redis-py's list of their answers."""
         why = str(error).partition(" : ")[0]
         if "AuthenticationError" in str(error) or "NOAUTH" in str(error):
             why += f": the Sentinels refuse the password; {_SENTINEL_PASSWORD}"
@@ -242,7 +242,7 @@ class RedisClient:
         return StoreUnavailableError(f"{self.shown}: {why}")
 
     def _sentinel_errors(self) -> str:
-        """Ask each Sentinel for a sign of life, and return the errors. MasterNotFoundError names their types only."""
+        """Ping each Sentinel, and return the errors as text. MasterNotFoundError names only their types."""
         errors = []
         for sentinel in self._redis.connection_pool.sentinel_manager.sentinels:
             try:
@@ -263,11 +263,11 @@ class RedisClient:
                 f"{self._explain(error)}; check user and password in the store URL or in AGENTSPEC_REDIS_USERNAME and"
                 " AGENTSPEC_REDIS_PASSWORD"
             )
-        # Nothing is wrong with what was to be written, so it waits.
+        # StoreUnavailableError, so that records wait: nothing is wrong with them.
         return StoreUnavailableError(f"{why} (docs/operations.md says what the user may do)")
 
     def _unknown(self, error: Exception, script: str) -> StoreUnavailableError:
-        """Return the error for a command that the server lacks. Redis's own may quote what was to be written."""
+        """Return the error for a command that the server lacks. It leaves out the arguments that Redis's may quote."""
         names = " or ".join(refused_commands(str(error), script)) or "a command"
         if names == "SENTINEL":
             return StoreUnavailableError(
@@ -286,7 +286,7 @@ class RedisClient:
 
 
 def refused_commands(error: str, script: str) -> list[str]:
-    """Return the command that was refused, as an error names it; several where they stand on one line."""
+    """Return the command that an error names as refused, or all commands on the script's line that it names."""
     if named := _NAMED.search(error):
         return [(named[1] or named[2]).upper()]
     line = _LINE.search(error)

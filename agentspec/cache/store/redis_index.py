@@ -1,12 +1,12 @@
-"""Keep an index of all logs under a prefix on Redis, so that looking at all of them doesn't ask each.
+"""Keep an index of all logs under a prefix on Redis, so that a look at all logs need not ask for each.
 
 The logs of a Cluster lie on several nodes, so no transaction covers a log and its index. Every change of a shard
 returns the shard's new state with the server's time, and the index keeps the latest state. If a process is killed
-before it tells the index, an audit finds the change: each look at the limits checks a page of logs. The keys::
+before it tells the index, an audit finds the change. Each slice of trimming audits a page of logs. The keys::
 
     prefix:namespaces      the set of logs
     {prefix:}:ages         sorted set, shard: milliseconds of its oldest entry
-    {prefix:}:sizes        hash, shard: "entries bytes sessions microseconds", the last when it was so
+    {prefix:}:sizes        hash, shard: "entries bytes sessions microseconds"; the last: the time of this state
     {prefix:}:totals       hash: records, bytes, sessions; the sums of sizes
     {prefix:}:doomed       the set of shards in which an erasure may have been cut off
 
@@ -21,13 +21,13 @@ from agentspec.cache.store.redis_client import RedisClient
 from agentspec.cache.store.redis_shard import ShardState
 from agentspec.errors import StoreError
 
-_FLUSH_SECONDS = 1.0  # between two writes of what has changed
-_LONGEST_PAUSE = 30.0  # after writes that failed
-_MOST_CHANGED = 65_536  # shards whose state waits to be written; the audit finds the others
-_AUDIT_SECONDS = 1.0
-_AUDIT_PAGE = 64
-_AGE_PAGE = 512  # shards that a search for old entries looks at at once,
-_MOST_SPARED = 4_096  # and at most
+_FLUSH_SECONDS = 1.0  # between two writes of changed states
+_LONGEST_PAUSE = 30.0  # between two attempts if writes fail
+_MOST_CHANGED = 65_536  # most shards whose state waits to be written; the audit finds the others
+_AUDIT_SECONDS = 1.0  # between two pages of an audit
+_AUDIT_PAGE = 64  # logs in a page, about
+_AGE_PAGE = 512  # shards that a search for old entries looks at in one go
+_MOST_SPARED = 4_096  # most shards that such a search looks at
 
 _NOTE = """
 -- KEYS: ages, sizes, totals. ARGV: for each shard its name, entries, bytes, sessions, milliseconds of its oldest entry
@@ -94,18 +94,18 @@ class LogIndex:
         return sorted(self._client.members(self._names, prefix))
 
     def enter(self, namespace: str) -> None:
-        """Enter a log in the list of all."""
+        """Add a log to the list of all logs."""
         self._client.command("SADD", self._names, namespace)
 
     def is_new(self) -> bool:
-        """Return whether there is no log."""
+        """Return whether the list of logs is empty."""
         return not self._client.command("EXISTS", self._names)
 
     def note(self, name: str, state: ShardState, *, new: bool = False) -> None:
-        """Note the state of a shard. It is written within a second, if calls go on.
+        """Note the state of a shard. A call writes the noted states if the last write is a second old.
 
-        It is written at once if this process has not noted the shard before, or where it is new on the server. An
-        index that is away, or whose keys something else owns, costs nothing but an attempt now and then.
+        It also writes if this process has not written the shard's state before, or if ``new``: the shard is new on the
+        server. Errors are ignored. While writes fail, the pause between two attempts grows to 30 seconds.
         """
         with self._lock:
             self._add(name, state)
@@ -123,7 +123,7 @@ class LogIndex:
                 self._flush_at = time.monotonic() + self._pause
 
     def flush(self) -> None:
-        """Write what was noted."""
+        """Write the noted states. Raises as RedisClient does; then they still wait."""
         with self._lock:
             changed, self._changed = self._changed, {}
         arguments: list[str | int] = []
@@ -152,15 +152,16 @@ class LogIndex:
         return Totals(*(max(0, int(one or 0)) for one in held))
 
     def oldest(self, count: int) -> list[tuple[int, str]]:
-        """Return the shards with the oldest entries, and the milliseconds of these, oldest first."""
+        """Return the `count` shards with the oldest entries, as (milliseconds of that entry, shard), oldest first."""
         self.flush()
         return self._by_age(0, count)
 
     def oldest_of_larger(self, count: int) -> tuple[dict[str, int], list[tuple[int, str]]]:
-        """Return how much may go of each shard that holds at least half of the mean shard, and the oldest of these.
+        """Return the oldest shards with at least half of the mean shard's bytes, and how many bytes of each may go.
 
-        How much may go: the bytes beyond that half, by shard; a shard that is not named may go whole. The oldest: as
-        `oldest` returns them. If the oldest 4,096 shards all hold less than that half, the oldest of all may go whole.
+        The result is (bytes beyond that half, by shard; the shards as `oldest` returns them). A shard that the first
+        does not name may go whole. If the oldest 4,096 shards all hold less than that half, it returns the oldest
+        shards of all, which may go whole.
         """
         size, shards = self.totals().bytes, max(1, self._client.command("HLEN", self._sizes))
         least = size / 2 / shards if shards > 1 else 0.0
@@ -193,7 +194,7 @@ class LogIndex:
         return None if name is None else name.decode()
 
     def to_audit(self) -> list[str]:
-        """Return a page of logs whose states are to be noted again; none if the last one is not a second old."""
+        """Return a page of logs whose states must be noted again; none within a second of the last page."""
         if time.monotonic() < self._audit_at:
             return []
         self._audit_at = time.monotonic() + _AUDIT_SECONDS
@@ -202,7 +203,7 @@ class LogIndex:
         return [name.decode() for name in page]
 
     def remove(self, namespace: str) -> None:
-        """Remove a log from the list of all."""
+        """Remove a log from the list of all logs."""
         self._client.command("SREM", self._names, namespace)
 
     def _by_age(self, begin: int, count: int) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Say in which shards of a Redis log its entries lie, and name places in it by cursors."""
+"""Spread the entries of a Redis log over its shards, and make and read the cursors of entries."""
 
 import zlib
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from agentspec.cache.store.redis_shard import START, Id, cursor, id_of, parsed, 
 class Layout:
     """Spread each log's sessions over ``shards`` sets of keys, each with a hash tag of its own.
 
-    A shard's place is its number, from 0. A cursor names an entry by its id, and behind several shards also the place
-    and how far each shard was read.
+    A shard's place is its number, from 0. A cursor names an entry by its id. In a log of several shards it also names
+    the place, and the id up to which each shard was read.
     """
 
     def __init__(self, prefix: str, shards: int) -> None:
@@ -34,7 +34,7 @@ class Layout:
         return [f"{{{name}}}:3:" for name in names]
 
     def place_of(self, session: str) -> int | None:
-        """Return the place of a session's shard. None: entries without a session are in all."""
+        """Return the place of a session's shard; None for "": entries without a session are in all shards."""
         if self.shards == 1:
             return 0
         return zlib.crc32(session.encode("utf-8", "surrogatepass")) % self.shards if session else None
@@ -44,23 +44,23 @@ class Layout:
         return ",".join(sorted({client.part(tag) for tag in self.tags(namespace)}))
 
     def ends(self, client: RedisClient, namespaces: Sequence[str]) -> dict[str, list[Id]]:
-        """Return the ids of the newest entries of logs, for each shard."""
+        """Return, by log, the id of the newest entry of each shard; START for an empty shard."""
         tags = [tag for namespace in namespaces for tag in self.tags(namespace)]
         rows = client.commands(("XREVRANGE", f"{tag}log", "+", "-", "COUNT", 1) for tag in tags) if tags else []
         ends = iter([parsed(row[0][0]) if row else START for row in rows])
         return {namespace: [next(ends) for _ in range(self.shards)] for namespace in namespaces}
 
     def name(self, place: int, number: Id) -> str:
-        """Return the cursor of an entry alone."""
+        """Return the cursor that names an entry and says nothing about the other shards."""
         return cursor(number) if self.shards == 1 else f"{cursor(number)}.{place:02d}"
 
     def cursor(self, place: int, number: Id, reached: Sequence[Id]) -> str:
-        """Return the cursor of an entry, with the ids up to which each shard was read."""
+        """Return the cursor of an entry, with the ids up to which the shards were read if there are several."""
         several = "" if self.shards == 1 else "@" + ",".join(wire(one).decode() for one in reached)
         return self.name(place, number) + several
 
     def read_cursor(self, name: str, at: str | None) -> list[Id]:
-        """Return the id that a cursor stands for in each shard. Raises InvalidInputError, naming the argument."""
+        """Return the id up to which a cursor has read each shard. Raises InvalidInputError, naming the argument."""
         own, several, rest = (at or "").partition("@")
         if not several:
             return [id_of(name, own) if own else START] * self.shards

@@ -14,18 +14,18 @@ from agentspec.cache.store.redis_shard import IDLE_SECONDS, START, WRITER_SECOND
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED = 4096  # shards, and batches, that this process remembers to have had acknowledged
-_NAMED = 20  # lost records that a line of the log names
+_REMEMBERED = 4096  # most shards, and most batches, whose acknowledgement this process remembers
+_NAMED = 20  # most lost records that a warning names
 _TELL_SECONDS = 60.0
-"""Shortest time between two lines on one log: a server that evicts records may lose some with each append."""
+"""Shortest time between two warnings on one shard: a server that evicts records may lose some with each append."""
 
 
 @dataclass(slots=True)
 class _Acknowledged:
-    """Hold what the server acknowledged of this process in one shard.
+    """Hold what the server acknowledged to this process in one shard.
 
     batch, last, at: number, last id and time of the last batch. records: how many in all. born, state: as in Appended.
-    told_at: when lost records were logged last. untold: lost records that were not logged yet.
+    told_at: time of the last warning about lost records. untold: lost records that no warning has counted yet.
     """
 
     born: bytes
@@ -39,7 +39,7 @@ class _Acknowledged:
 
 
 class _Batch(NamedTuple):
-    """Hold a batch that the server acknowledged: its shard's tag, number, milliseconds, and the records' names."""
+    """Hold a batch that the server acknowledged: its shard's tag, its number, its time in ms, its records' names."""
 
     tag: str
     number: int
@@ -48,9 +48,9 @@ class _Batch(NamedTuple):
 
 
 class LossWatch:
-    """Compare what a server has with what it has acknowledged to this process.
+    """Compare the records that a server has with those that it acknowledged to this process.
 
-    A server that was restarted without persistence, or that failed over, has less. One thread at a time calls `note`;
+    A server that was restarted without persistence, or that failed over, has fewer. One thread at a time calls `note`;
     any may call `miss`.
     """
 
@@ -61,9 +61,9 @@ class LossWatch:
         self._batches: deque[_Batch] = deque(maxlen=_REMEMBERED)
 
     def note(self, namespace: str, shard: RedisShard, number: int, names: Sequence[str], answer: Appended) -> None:
-        """Note the answer to an append. Count and log what the shard acknowledged before and has lost since.
+        """Note the answer to an append. Count and log the records that the shard acknowledged before and has lost.
 
-        number: of the batch. names: of the batch's records.
+        number: the batch's number. names: the names of its records.
         """
         held = self._acknowledged.pop(shard.tag, None)
         if held is None or time.monotonic() - held.at > IDLE_SECONDS:
@@ -75,7 +75,7 @@ class LossWatch:
             self._name_lost(namespace, shard.tag, 0, held)
         elif answer.before < held.batch and not (answer.before == 0 and _rested(shard, held)):
             self._name_lost(namespace, shard.tag, answer.before, held)
-        known = held.batch == answer.before == number  # it is sent again, because another shard did not answer
+        known = held.batch == answer.before == number  # the batch was sent again, because another shard did not answer
         held.batch, held.at, held.born, held.state = number, time.monotonic(), answer.born, answer.state
         held.last = (answer.first[0], answer.first[1] + len(names) - 1)
         if not known:
@@ -83,7 +83,7 @@ class LossWatch:
             self._batches.append(_Batch(shard.tag, number, answer.first[0], list(names)))
 
     def miss(self, count: int) -> None:
-        """Count entries that are referred to, but which the server has evicted."""
+        """Count entries that the server has evicted although others refer to them."""
         with self._counting:
             first = count > 0 and not self.losses.missing
             self.losses = replace(self.losses, missing=self.losses.missing + count)
@@ -91,16 +91,16 @@ class LossWatch:
             logger.warning("agentspec: Redis evicts stored records; set its maxmemory-policy to noeviction")
 
     def _name_lost(self, namespace: str, tag: str, before: int, held: _Acknowledged) -> None:
-        """Count and log the records that a shard had acknowledged behind batch ``before``, its last one.
+        """Count and log the lost records of a shard: those acknowledged behind batch ``before``, the last that it has.
 
-        What retention or an erasure removed before is not lost. The age of the shard's oldest entry at the last append,
-        and the number of entries then, tell it apart.
+        Records that retention or an erasure had removed are not lost. The age of the shard's oldest entry at the last
+        append, and its number of entries then, show how many these are.
         """
         batches = [batch for batch in self._batches if batch.tag == tag and batch.number > before]
         oldest = math.inf if held.state.oldest is None else held.state.oldest
         lost = [name for batch in batches if batch.at >= oldest for name in batch.names]
         count, known = len(lost), sum(len(batch.names) for batch in batches)
-        if before == 0 and count == known:  # all that are remembered were there, and maybe others
+        if before == 0 and count == known:  # all remembered records were there, and perhaps older ones
             count = held.records
         count = min(count, held.state.records)
         held.records -= held.records if before == 0 else known
@@ -121,5 +121,5 @@ class LossWatch:
 
 
 def _rested(shard: RedisShard, held: _Acknowledged) -> bool:
-    """Return whether the server forgot only the number of the last batch, after its time or by eviction."""
+    """Return whether the server forgot only the last batch's number, because it expired or was evicted."""
     return time.monotonic() - held.at > WRITER_SECONDS / 2 or shard.has(held.last)

@@ -1,14 +1,14 @@
 """Define the Lua scripts of a shard, each of which is one transaction; redis_store.py describes the keys.
 
-Every entry has an id, ``milliseconds-count``, above all ids where it goes to. The server's clock gives the first part.
-The script counts on from the last id where the clock was set back, whichever keys the server has evicted, so that no
-append can fail in its middle. A full server (``noeviction``) refuses what takes memory, unless the script has written
-before. So what makes room begins with a write that does nothing. Whoever waits for new entries is told by PUBLISH; a
-user who may not publish can still append.
+Every entry has an id, ``milliseconds-count``, above all ids in the lists to which it is added. The milliseconds are the
+server's time. If its clock was set back, or it has evicted keys, the script counts on from the highest id that is left,
+so that no append can fail halfway. A full server (``noeviction``) refuses commands that take memory, unless the script
+has written before. So scripts that free memory begin with a write that changes nothing. PUBLISH tells waiting readers
+of new entries; a user who may not publish can still append.
 
 A script stops at a command that its user may not run (ACL), and Redis undoes nothing. So that a script can be run
 again, its first writes are those that do no harm when they are repeated. They use all commands that the others need.
-An error says on which line it happened, and RedisClient reads the name of the command there.
+An error names the line where it happened, and RedisClient finds the command on that line.
 """
 
 _LIBRARY = """

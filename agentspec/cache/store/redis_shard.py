@@ -11,14 +11,14 @@ ENTRY_BYTES = 90
 """Bytes that the server needs for an entry beside its payload, in a log that mixes them, measured on Redis 7."""
 
 WRITER_SECONDS = 3_600
-"""Time after which the server forgets the last batch of a writer."""
+"""Time after which the server forgets the last batch of a writer, in seconds."""
 
 IDLE_SECONDS = 86_400.0
-"""Time after which the keys of an empty log are removed, and nothing that it acknowledged before is missed."""
+"""Time after which an empty log loses its keys, in seconds. LossWatch forgets older acknowledgements, too."""
 
-_ROWS = 128  # most entries, and
-_ROWS_BYTES = 1 << 20  # about the most bytes, that a read takes at once
-_WALKED = 100_000  # about the most elements of groups that the server walks past for a page of an erasure, some 10 ms
+_ROWS = 128  # most entries that a read fetches in one go
+_ROWS_BYTES = 1 << 20  # about the most bytes that a read fetches in one go
+_WALKED = 100_000  # about the most elements of groups that the server walks past in one `sweep`, which takes some 10 ms
 
 Id = tuple[int, int]
 """Place of an entry in its log: milliseconds and a count."""
@@ -27,9 +27,10 @@ START: Id = (0, 0)
 
 
 class ShardState(NamedTuple):
-    """Hold what a shard held at a time of its server's clock.
+    """Hold the size of a shard at a time of its server's clock.
 
-    bytes: of its entries, with ENTRY_BYTES each. oldest: milliseconds of its oldest entry. at: microseconds.
+    records: its entries. bytes: their payloads, and ENTRY_BYTES for each. oldest: milliseconds of its oldest entry,
+    None if it is empty. at: the time, in microseconds.
     """
 
     records: int
@@ -43,7 +44,8 @@ class Appended(NamedTuple):
     """Hold the answer to an append.
 
     first: the first entry's id. before: number of this writer's last batch that the server had, 0 if it knows none.
-    born: the first id that the shard ever had, which tells it from another one after the server lost everything.
+    born: the first id that the shard ever had, which changes if the server loses everything. state: the shard's new
+    state.
     """
 
     first: Id
@@ -53,7 +55,7 @@ class Appended(NamedTuple):
 
 
 class _Reference(NamedTuple):
-    """Hold a reference to an entry: of the log, which may be a tombstone, or of a group."""
+    """Hold a reference to an entry, from the log or from a group. One from the log may be a tombstone instead."""
 
     id: Id
     session: str
@@ -63,9 +65,10 @@ class _Reference(NamedTuple):
 
 
 class RedisShard:
-    """Read and write the keys with one tag.
+    """Read and write the keys with one hash tag.
 
-    name: of the shard in the index of all logs. missed: told how many entries are referred to but gone.
+    name: the shard's name in the index of all logs. tag: prefix of its keys. missed(count): called with the number of
+    entries that are referred to but gone.
     """
 
     def __init__(self, client: RedisClient, name: str, tag: str, channel: str, missed: Callable[[int], None]) -> None:
@@ -81,7 +84,7 @@ class RedisShard:
         expected: str | None = None,
         newest: bytes = b"*",
     ) -> Appended | None:
-        """Append entries as a writer's batch of this number. Returns None if the session has changed.
+        """Append entries as a writer's batch of this number. Returns None if the ``expected`` session has changed.
 
         expiry_ms: time after which sessions and groups expire, 0: never. expected: session whose newest entry must have
         the id ``newest``.
@@ -98,26 +101,26 @@ class RedisShard:
         return bool(self._client.command("XRANGE", f"{self.tag}log", wire(number), wire(number)))
 
     def erase(self, session: str, tombstone: bytes) -> tuple[int, Id | None]:
-        """Erase a session. Returns how many entries it had, and the id of its tombstone."""
+        """Erase a session. Returns how many entries it had, and the id of its tombstone. tombstone: b"" for none."""
         removed, marked = self._run(redis_scripts.ERASE, [self.tag, session, tombstone, ENTRY_BYTES, self._channel])
         while self.sweep():
             pass
         return int(removed), parsed(marked) if marked else None
 
     def sweep(self) -> int:
-        """Remove a page of what erased sessions left. Returns how many entries it had."""
+        """Remove a page of the entries that erased sessions left. Returns how many it removed; 0: none is left."""
         return int(self._run(redis_scripts.SWEEP, [self.tag, _ROWS, _WALKED]))
 
     def state(self) -> tuple[ShardState, bool, bool]:
-        """Return what the shard holds, whether it has no keys, and whether something of erased sessions is left.
+        """Return the shard's state, whether it has no keys, and whether entries of erased sessions are left.
 
-        It loses its keys once it was empty for IDLE_SECONDS.
+        Removes the keys of a shard that has been empty for IDLE_SECONDS.
         """
         state, gone, doomed = self._run(redis_scripts.STATE, [self.tag, int(IDLE_SECONDS * 1000)])
         return _state(state), bool(gone), bool(doomed)
 
     def trim(self, entries: int, size: int, until: int | None) -> tuple[int, int, ShardState]:
-        """Remove the oldest entries, up to these limits. Returns their number and bytes, and what the shard holds then.
+        """Remove the oldest entries, up to these limits. Returns their number and bytes, and the shard's new state.
 
         until: milliseconds of the last entry to remove; None: any.
         """
@@ -145,8 +148,8 @@ class RedisShard:
         return parsed(last) if last else START
 
     def history(self, low: Id) -> History:
-        """Return what the shard still has of all that came behind ``low``. A log that began later was lost before."""
-        # An entry that comes between the two answers must not look like one that retention has left.
+        """Return how much the shard still has of all that came behind ``low``. "lost" if the shard began later."""
+        # In this order: an entry that comes between the two answers must not look like the oldest that retention left.
         commands = [("HMGET", f"{self.tag}usage", "born", "last"), ("XRANGE", f"{self.tag}log", "-", "+", "COUNT", 1)]
         (began, ended), rows = self._client.commands(commands)
         born, last = (parsed(each) if each else START for each in (began, ended))
@@ -157,9 +160,9 @@ class RedisShard:
         return "whole" if rows and parsed(rows[0][0]) <= max(low, born) else "trimmed"
 
     def session(self, session: str, low: Id, newest: int | None) -> Iterator[tuple[Id, Entry]]:
-        """Yield a session's entries behind ``low``, up to its last now. newest: the number of them; None: all."""
+        """Yield a session's entries behind ``low``, up to the present end. newest: how many, the last ones."""
         rows_at_once, held = _ROWS, self._client.command("HGET", f"{self.tag}sessions", session)
-        if held is not None:  # no page shall outlast the timeout
+        if held is not None:  # smaller pages for large entries, so that none takes longer than the timeout
             records, size, _ = map(int, held.split())
             rows_at_once = max(1, min(_ROWS, _ROWS_BYTES * records // max(1, size)))
         found = False
@@ -206,7 +209,7 @@ class RedisShard:
                 yield one.id, Entry(cursor(one.id), one.session, payload, one.group)
 
     def _count_evicted(self, references: Sequence[_Reference]) -> int:
-        """Return how many entries without a payload are neither erased nor trimmed since their references were read."""
+        """Return how many entries without a payload were evicted, rather than erased or trimmed meanwhile."""
         log = f"{self.tag}log"
         marks, has_log, *rows = self._client.commands(
             [
@@ -251,7 +254,7 @@ class RedisShard:
             yield _Reference(parsed(number), session.decode(), int(size), group)
 
     def _elements(self, key: str, low: Id, newest: int | None, rows_at_once: int) -> Iterator[bytes]:
-        """Yield the elements of a list behind ``low``, up to the last one that it has now; of these the newest ones."""
+        """Yield a list's elements behind ``low``, up to the present end. newest: how many, the last ones."""
         bounds = self._client.run(redis_scripts.BOUNDS, [key], [wire(_next(low)), -1 if newest is None else newest])
         if not bounds:
             return
@@ -272,13 +275,13 @@ class RedisShard:
 
 
 def parsed(number: bytes) -> Id:
-    """Return an id as the server writes it."""
+    """Read an id in the server's form, milliseconds-count."""
     milliseconds, _, count = number.partition(b"-")
     return int(milliseconds), int(count)
 
 
 def wire(number: Id) -> bytes:
-    """Return an id as the server reads it."""
+    """Return an id in the server's form, milliseconds-count."""
     return b"%d-%d" % number
 
 
@@ -288,7 +291,7 @@ def cursor(number: Id) -> str:
 
 
 def id_of(name: str, cursor: str) -> Id:
-    """Return the id of a cursor, which may name a shard behind it. Raises InvalidInputError, naming the argument."""
+    """Return the id in a cursor, behind which a shard may be named. Raises InvalidInputError, naming the argument."""
     number, _, shard = cursor.partition(".")
     first, _, second = number.partition("-")
     milliseconds, count = (cursor_number(part, 2**64) for part in (first, second))

@@ -8,7 +8,7 @@ All keys of a namespace have one hash tag, so that a cluster keeps them on one n
     {prefix:namespace}:3:sessions    hash, session: "entries bytes last-milliseconds"
     {prefix:namespace}:3:usage       hash: records, bytes, last = id of the newest entry, born = first id of all
     {prefix:namespace}:3:tombstones  hash, session: id of its tombstone
-    {prefix:namespace}:3:d:ID        what is left of an erased session; all of these are in the set :3:doomed
+    {prefix:namespace}:3:d:ID        entries of an erased session, still to be removed; the set :3:doomed has these keys
     {prefix:namespace}:3:w:WRITER    number and first id of the last batch that this writer has appended; expires
     prefix:secret, prefix:shards     the store's secret; the number of shards
     prefix:secret-id                 the id of the secret that the latest server to start has, its own or this one
@@ -17,18 +17,20 @@ All keys of a namespace have one hash tag, so that a cluster keeps them on one n
 and redis_index.py describes the index of all logs.
 
 With ``shards`` above 1 a namespace has so many sets of these keys, with the hash tags {prefix:namespace:0} and so on.
-Each session lies in one of them. A reader merges them by id; its cursors say how far it is in each.
+Each session lies in one of them. A reader merges them by id; its cursors say how far it has read each.
 
 Other replicas follow the log's order. Each session's payloads lie in a key of their own, so that erasing a session
-frees its memory. The server's append-only file holds it until the server rewrites that (BGREWRITEAOF). One script does
-an append, so it is atomic within a shard. The script recognises a batch that is sent again because its answer was lost,
-and tells which batch of this writer it had before: if acknowledged ones are missing, the server lost them, which is
-counted and logged. Redis 7.0, killed while it writes a batch to its append-only file, may bring back the first records
-of that batch at its second start from then on, beside those that were sent again. Readers ignore a record that they
-already have.
+frees its memory. The server's append-only file holds them until the server rewrites it (BGREWRITEAOF). One script does
+an append, so it is atomic within a shard. The script recognises a batch that is sent again because its answer was lost.
+It also returns which batch of this writer the server had before. If acknowledged batches are missing, the server lost
+them, and LossWatch counts and logs that. Redis 7.0, killed while it writes a batch to its append-only file, may bring
+back the first records of that batch at its second start from then on, beside those that were sent again. Readers ignore
+a record that they already have.
+
 The server's settings decide how durable a record is (``appendonly yes`` survives its kill -9, with ``appendfsync
-everysec`` only while the disk syncs fast) and whether it evicts keys. It should not (``maxmemory-policy noeviction``):
-sizes are wrong then. Only sessions, groups and writers expire, so that the volatile policies spare logs and tombstones.
+everysec`` only while the disk syncs fast) and whether the server evicts keys. It should not (``maxmemory-policy
+noeviction``), because the sizes are wrong afterwards. Only sessions, groups and writers expire, so that the volatile
+policies spare logs and tombstones.
 """
 
 import heapq
@@ -70,16 +72,16 @@ from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionErro
 
 logger = logging.getLogger(__name__)
 
-_KNOWN = 65_536  # logs of which this process remembers that it has checked and entered them
-_UNSURE = 4096  # logs of which it remembers an append that failed
-_PAGE = 64  # logs that are asked at once
+_KNOWN = 65_536  # most logs that this process remembers to have checked, and to have entered in the index
+_UNSURE = 4096  # most logs of which it remembers an append that failed
+_PAGE = 64  # logs that are looked into in one go
 
 
 class RedisStore:
     """Implement Store on a Redis. The first call connects, so the server may start later.
 
-    shards: over how many hash tags a namespace's sessions are spread; the same for all who use the prefix. converting:
-    whether to write beside a log of an older release, which is refused otherwise.
+    shards: number of hash tags over which a namespace's sessions are spread; the same in all processes that use the
+    prefix. converting: whether to write beside a log of an older release, which is refused otherwise.
     """
 
     shared = True
@@ -92,7 +94,7 @@ class RedisStore:
         self._layout = Layout(prefix, shards)
         self._converting = converting
         self._client = RedisClient(address)
-        # A follower must know soon that the server is away.
+        # not patient, because a follower must know soon that the server is away
         self._waiting = Waiting(RedisClient(address, patient=False), self._layout)
         self._index = LogIndex(self._client, prefix)
         self._watch = LossWatch()
@@ -104,7 +106,7 @@ class RedisStore:
         self._checked: set[str] = set()  # namespaces that hold no log of an older release
         self._entered: set[str] = set()  # namespaces that are in the index
         self._shards_checked = False
-        self._secret: bytes | None = None  # to put back where the server loses its own
+        self._secret: bytes | None = None  # to put back if the store loses its own
 
     def part(self, namespace: str) -> str:
         return self._layout.part(self._client, namespace)
@@ -130,7 +132,7 @@ class RedisStore:
                 if answer is None:
                     del self._unsure[namespace]
                     raise conflict(expected or "")
-                is_new = parsed(answer.born) == answer.first  # or the server has lost all it had
+                is_new = parsed(answer.born) == answer.first  # also if the server has lost all that it had
                 if is_new:
                     self._entered.discard(namespace)
                     self._enter(namespace)
@@ -176,7 +178,7 @@ class RedisStore:
     def newest(self, namespace: str) -> str:
         (ends,) = self._layout.ends(self._client, [namespace]).values()
         shards = zip(self._shards(namespace), ends, strict=True)
-        ends = [shard.last() if end == START else end for shard, end in shards]  # `history` finds START trimmed
+        ends = [shard.last() if end == START else end for shard, end in shards]  # `history` calls START "trimmed"
         last = max(ends)
         return "" if last == START else self._layout.cursor(ends.index(last), last, ends)
 
@@ -206,7 +208,7 @@ class RedisStore:
                 held = self._client.commands(commands)
             except StoreUnavailableError:
                 raise
-            except StoreError:  # of one log
+            except StoreError:  # one log is at fault
                 held = [self._answer(command) for command in commands]
             found.update(name for (name, _), usage in zip(shards, held, strict=True) if usage is not None)
             courtesy.pause()
@@ -269,15 +271,15 @@ class RedisStore:
     def _secret_or(self, own: bytes) -> bytes:
         """Return the store's secret. A store without one takes ``own``."""
         key = f"{self.prefix}:secret"
-        if self.command("GET", key) is None:  # a full server refuses to set what is there
+        if self.command("GET", key) is None:  # a full server refuses SET NX even if the key exists
             self.command("SET", key, own, "NX")
         held: bytes = self.command("GET", key)
         return held
 
     def _put_secret_back(self) -> None:
-        """Give the store this process's secret, if it has lost its own, as by FLUSHALL."""
+        """Give the store this process's secret if it has lost its own, for example by FLUSHALL."""
         if self._secret is not None and self._secret_or(self._secret) != self._secret:
-            self._secret = None  # said once
+            self._secret = None  # so that this is logged once
             logger.warning(
                 "agentspec: the store has another secret than this server, as where it was emptied and another server"
                 " started: servers that start from now on find nothing that this one stores; restart it, or give all"
@@ -285,7 +287,7 @@ class RedisStore:
             )
 
     def _answer(self, command: Sequence[str]) -> Any:
-        """Return a command's answer; None if the server refuses it for its key, which something else owns."""
+        """Return a command's answer; None if the server refuses it because another program owns its key."""
         try:
             return self.command(*command)
         except StoreUnavailableError:
@@ -295,9 +297,10 @@ class RedisStore:
             return None
 
     def _number_of(self, namespace: str, batch: int) -> int:
-        """Return the number of an append, whose hash is ``batch``: its former number if it is tried again.
+        """Return the number of an append. batch: hash of its entries.
 
-        A batch whose answer was lost keeps its number, so that the server recognises it.
+        An append that failed and is tried again keeps its number, so that the server recognises it if only its answer
+        was lost.
         """
         held = self._unsure.pop(namespace, None)
         if held is None or held[1] != batch:
@@ -349,7 +352,7 @@ class RedisStore:
         _remember(self._checked, namespace)
 
     def _enter(self, namespace: str) -> None:
-        """Enter a log in the list of all logs. Where the list cannot be written, each append tries it again."""
+        """Add a log to the list of all logs. If the list cannot be written, each append tries it again."""
         if namespace in self._entered:
             return
         with suppress(StoreError):
@@ -359,7 +362,7 @@ class RedisStore:
             _remember(self._entered, namespace)
 
     def check_shards(self) -> None:
-        """Raise StoreError if the logs have another number of shards. Where the store remembers none, say nothing."""
+        """Raise StoreError if the logs have another number of shards. Does nothing if the store has no number yet."""
         held = self.command("GET", f"{self.prefix}:shards")
         if held is not None and int(held) != self._layout.shards:
             raise StoreError(

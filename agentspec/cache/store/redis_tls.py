@@ -1,4 +1,4 @@
-"""Say what is wrong with a TLS connection to Redis in the words of the store URL's options."""
+"""Explain what is wrong with a TLS connection to Redis, in terms of the store URL's options."""
 
 import re
 import ssl
@@ -13,9 +13,9 @@ _NO_CERTIFICATE = re.compile(r"certificate required|EOF occurred in violation of
 
 
 def explain_tls(error: str, options: Mapping[str, str]) -> str | None:
-    """Return why a connection failed, and the remedy. None if it did not fail by TLS, as far as can be seen.
+    """Return why a connection failed, and the remedy; None if the cause does not seem to be TLS.
 
-    error: what redis-py says, which names no file. options: those of the URL that begin with ``ssl_``.
+    error: redis-py's text, which names no file. options: those of the URL that begin with ``ssl_``.
     """
     if fault := _unreadable(options):
         return fault
@@ -34,7 +34,7 @@ def explain_tls(error: str, options: Mapping[str, str]) -> str | None:
 
 
 def scheme_remedy(error: str, tls: bool) -> str:
-    """Return what to add to an error where one side may want TLS and the other not, or nothing. tls: whether we do."""
+    """Return the remedy to add to an error if only one side may use TLS, otherwise "". tls: whether the client does."""
     if tls and _NO_HANDSHAKE.search(error):
         return "; if the server has no TLS, write redis in place of rediss"
     if not tls and _ENDED.search(error):
@@ -43,7 +43,7 @@ def scheme_remedy(error: str, tls: bool) -> str:
 
 
 def _unreadable(options: Mapping[str, str]) -> str | None:
-    """Return which file cannot be used, and why."""
+    """Return which file of the options cannot be used, and why; None if all can."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     authority, certificate = options.get("ssl_ca_certs"), options.get("ssl_certfile")
     if authority is not None:

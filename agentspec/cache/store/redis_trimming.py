@@ -1,4 +1,4 @@
-"""Keep a Redis store within its limits, by what the index says of all logs."""
+"""Keep a Redis store within its limits, by the index of all logs."""
 
 import heapq
 import logging
@@ -14,34 +14,35 @@ from agentspec.errors import StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
-_SESSION_BYTES = 400  # measured on Redis 7: what the server needs for a session beside its entries
-_EXPIRY_DAYS = 1.0  # payloads expire so long after the retention's age, in case nobody is left to trim them
+_SESSION_BYTES = 400  # bytes that the server needs for a session beside its entries, measured on Redis 7
+_EXPIRY_DAYS = 1.0  # payloads expire so long after the retention's age, in case no process is left to trim them
 
 
 @dataclass(slots=True)
 class _Slice:
-    """Say what goes in one slice of trimming, and count what went."""
+    """Hold what one slice of trimming still has to remove, and count what it has removed."""
 
     cutoff: int
-    """Time up to which all entries go, in milliseconds since the epoch; -1: none."""
+    """Remove all entries up to this time, in milliseconds since the epoch; -1: none for their age."""
     records: int = 0
-    """How many entries have to go besides, the oldest first."""
+    """Further entries to remove, the oldest first."""
     bytes: int = 0
-    """How many bytes have to go besides."""
+    """Further bytes to remove."""
     removed: int = 0
-    """Entries that went."""
+    """Entries removed so far."""
     room: int = SLICE_BYTES
-    """Bytes that may still go in this slice."""
+    """Bytes that this slice may still remove."""
 
     def takes(self, written: int) -> bool:
-        """Return whether the oldest entry of all goes, which was written at that time, in milliseconds."""
+        """Return whether this slice removes the oldest entry of all. written: its time, in milliseconds."""
         is_room = self.removed < SLICE_ENTRIES and self.room > 0
         return is_room and (written <= self.cutoff or self.records > 0 or self.bytes > 0)
 
     def share(self, written: int, next_log: int | None) -> tuple[int, int, int | None]:
-        """Return how much goes of the log with the oldest entry: most entries, most bytes, and up to which time.
+        """Return what to remove from the log with the oldest entry: most entries, most bytes, and up to which time.
 
-        written: when that entry was written. next_log: when the oldest entry of all other logs was.
+        written: time of that entry. next_log: time of the oldest entry in the other logs; None: there is none. All
+        times are in milliseconds.
         """
         entries, size = SLICE_ENTRIES - self.removed, self.room
         if written <= self.cutoff:
@@ -53,7 +54,7 @@ class _Slice:
         return entries, size, next_log
 
     def note(self, entries: int, size: int) -> None:
-        """Count entries that went, and their bytes."""
+        """Count removed entries and their bytes."""
         self.removed += entries
         self.room -= size
         self.records -= entries
@@ -85,7 +86,7 @@ class Trimming:
         try:
             if self._sweep():
                 return Trimmed(0, True)
-        except StoreUnavailableError as error:  # perhaps of one node, so the logs of the others are trimmed
+        except StoreUnavailableError as error:  # perhaps only one node is away, so the logs of the others are trimmed
             unended = error
         self._audit()
         cutoff = -1
@@ -101,7 +102,7 @@ class Trimming:
         return Trimmed(removed, removed > 0)
 
     def _sweep(self) -> bool:
-        """End an erasure whose process did not live to do so. Return whether there was something to remove."""
+        """Continue an erasure that was cut off, if there is one. Return whether it had entries left to remove."""
         doomed = self._index.doomed()
         if doomed is None:
             return False
@@ -121,9 +122,10 @@ class Trimming:
         return left
 
     def _audit(self) -> None:
-        """Tell the index what a page of logs holds, and take logs that have long been empty out of it.
+        """Update the index for a page of logs, and remove logs from it that have long been empty.
 
-        An erasure that was cut off is noted again: another process may have looked before it began, and found nothing.
+        The call also notes erasures that were cut off. Their first note is lost if another process looked for entries
+        to remove before the erasure began.
         """
         courtesy = Courtesy()
         for namespace in self._index.to_audit():
@@ -136,15 +138,15 @@ class Trimming:
                 if all(gone for _, _, gone, _ in found):
                     self._index.remove(namespace)
                     if not all(shard.state()[1] for shard in self._shards(namespace, None)):
-                        self._index.enter(namespace)  # somebody has appended to it meanwhile
-            except StoreError as error:  # only one node may be away, or something else own this log's keys
+                        self._index.enter(namespace)  # another process has appended to it meanwhile
+            except StoreError as error:  # only one node may be away, or another program own this log's keys
                 logger.debug("agentspec: a log could not be looked at: %s", error)
             courtesy.pause()
 
     def _trim_oldest(self, piece: _Slice, records: int, size: int) -> int:
-        """Remove what is too old, and then so many entries and bytes of the larger logs. Return how many went.
+        """Remove the entries that are too old, then ``records`` entries and ``size`` bytes of the larger logs.
 
-        A node that does not answer keeps its logs for now.
+        Return how many were removed. Logs on a node that does not answer stay for now.
         """
         away: dict[str, StoreUnavailableError] = {}  # by part of the store
         if piece.cutoff >= 0:
@@ -164,10 +166,10 @@ class Trimming:
         away: dict[str, StoreUnavailableError],
         may_go: Mapping[str, int] | None = None,
     ) -> None:
-        """Remove the oldest entries of these logs together, as far as ``piece`` goes.
+        """Remove the oldest entries of these shards together, within the limits of ``piece``.
 
-        oldest: a heap of the times of the logs' oldest entries, and their names. away: errors of parts of the store.
-        may_go: how many bytes of a log may go; of one that is not named, all.
+        oldest: a heap of (time of the oldest entry, shard's name). away: errors of parts of the store, by part; the
+        call adds new ones. may_go: how many bytes of a shard may go; all of one that it does not name.
         """
         left = dict(may_go or {})
         while oldest and piece.takes(oldest[0][0]):

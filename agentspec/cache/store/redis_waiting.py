@@ -12,14 +12,15 @@ from agentspec.cache.store.redis_layout import Layout
 from agentspec.cache.store.redis_shard import Id
 from agentspec.errors import StoreError, StoreUnavailableError
 
-_LOOK_SECONDS = 1.0  # between two looks at all logs that are waited for, in case that a notice was lost
-_MESSAGES = 4096  # most that are read at once
+_LOOK_SECONDS = 1.0  # between two looks at all logs that are waited for, in case a notice was lost
+_MESSAGES = 4096  # most messages that one call reads
 
 
 class Notices:
     """Hear of new entries by publish/subscribe, over one connection for any number of logs. Use it from one thread.
 
-    What is published while the connection is lost is not heard, so whoever listens must look now and then.
+    Messages that are published while the connection is lost are missed, so the caller must also look at the logs now
+    and then.
     """
 
     def __init__(self, client: RedisClient) -> None:
@@ -55,7 +56,7 @@ class Notices:
         return found
 
     def drop(self) -> None:
-        """Close the connection. The next ``listen`` opens another one, to whichever server is right then."""
+        """Close the connection. The next ``listen`` opens another one, which may lead to another server."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             with suppress(Exception):
@@ -73,13 +74,13 @@ class Notices:
 class Waiting:
     """Implement ``Store.wait``: listen for notices of new entries, and look at all logs now and then.
 
-    client: used for nothing else, and closed with this.
+    client: a client that is used for nothing else; `close` closes it.
     """
 
     def __init__(self, client: RedisClient, layout: Layout) -> None:
         self._client, self._layout = client, layout
         self._notices = Notices(client)
-        # Logs that had nothing behind this cursor, and of which nothing was heard since.
+        # Cursors of logs that had nothing behind them at the last look, and of which nothing was heard since.
         self._quiet: dict[str, str] = {}
         self._look_at = 0.0  # when to look at all logs
         self._lock = threading.Lock()
@@ -87,7 +88,7 @@ class Waiting:
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
         """Return the logs that have entries behind their cursors; waits up to ``timeout`` seconds for the first.
 
-        Logs that cannot be asked by themselves are among them, so that whoever reads them gets the error.
+        Also returns the logs that the server refuses to read, so that their reader gets the error.
         """
         deadline = time.monotonic() + timeout
         lows = {name: self._layout.read_cursor("cursors", at) for name, at in cursors.items()}
@@ -96,7 +97,7 @@ class Waiting:
             try:
                 heard, pause = self._notices.listen(set(channels)), 0.0
                 if self._look_at <= deadline:
-                    self._look_at = 0.0  # now, so that a server that is away is noticed before the wait is over
+                    self._look_at = 0.0  # look now, so that a server that is away is noticed before the wait is over
                 while True:
                     for channel in heard | self._notices.heard(pause):
                         self._quiet.pop(channels.get(channel, ""), None)
@@ -112,7 +113,7 @@ class Waiting:
                         return found
                     pause = min(left, max(0.0, self._look_at - now))
             except BaseException:
-                self._notices.drop()  # when it answers again, another server may be the right one
+                self._notices.drop()  # the next connection may have to lead to another server
                 self._look_at = 0.0
                 raise
 
@@ -124,7 +125,7 @@ class Waiting:
     def _reachable_ends(self, namespaces: Sequence[str]) -> tuple[dict[str, list[Id]], list[str]]:
         """Return the newest ids of those logs whose node answers, and the logs that the server refuses to read.
 
-        Raise StoreUnavailableError if no node answers. A node that refuses a log answers.
+        Raises StoreUnavailableError if no node answers. A node that refuses a log counts as answering.
         """
         parts: dict[str, list[str]] = {}
         for namespace in namespaces:
@@ -139,7 +140,7 @@ class Waiting:
                 ends |= self._layout.ends(self._client, names)
             except StoreUnavailableError as error:
                 away = error
-            except StoreError:  # of one log, which is asked for by itself then
+            except StoreError:  # of one of these logs, so each is asked for by itself
                 if len(names) == 1:
                     refused += names
                 else:

@@ -67,13 +67,13 @@ from agentspec.errors import StoreError, StoreUnavailableError
 
 _ROWS = 64  # entries that a read fetches at once
 _FREE_PAGES = 256  # left in the file for the next records
-_POLL_SECONDS = 0.01  # between two looks at whether anybody wrote
+_POLL_SECONDS = 0.01  # between two looks for new entries
 
 
 class _Database:
     """Implement Store on two connections to a database: one writes, one reads, and neither waits for the other.
 
-    name: the database as errors name it.
+    A database in memory has one connection for both. name: the database's name in errors.
     """
 
     def __init__(self, name: str, writer: sqlite3.Connection, reader: sqlite3.Connection) -> None:
@@ -131,7 +131,7 @@ class _Database:
     def newest(self, namespace: str) -> str:
         check_namespace(namespace)
         with self._read() as connection:
-            trimmed = last_trimmed(connection, namespace)  # `history` finds any cursor before it trimmed
+            trimmed = last_trimmed(connection, namespace)  # `history` calls any cursor before this "trimmed"
             query = "SELECT max(sequence) FROM entries WHERE namespace = ?"
             (newest,) = connection.execute(query, (namespace,)).fetchone()
         newest = max(newest or 0, trimmed)
@@ -167,7 +167,7 @@ class _Database:
             (last,) = connection.execute("SELECT total(seq) FROM sqlite_sequence WHERE name = 'entries'").fetchone()
             trimmed = last_trimmed(connection, namespace)
         cursor = sequence_of("after", after)
-        if cursor > last:  # of a file that was here before
+        if cursor > last:  # the cursor is of an earlier file
             return "lost"
         return "whole" if cursor >= trimmed else "trimmed"
 
@@ -203,7 +203,7 @@ class _Database:
         query = "SELECT value FROM facts WHERE name = 'secret'"
         with self._read() as connection:
             row = connection.execute(query).fetchone()
-        if row is None:  # only then it waits for others that write
+        if row is None:  # only now, because a write may wait for other processes' writes
             with self._write() as connection, transaction(connection):
                 new = secrets.token_bytes(32)
                 connection.execute("INSERT OR IGNORE INTO facts VALUES ('secret', ?)", (new,))
@@ -239,7 +239,7 @@ class _Database:
                 connection.executescript(f"PRAGMA incremental_vacuum({SLICE_BYTES // PAGE_SIZE})")
                 return Trimmed(0, True)
             if self._trimmed:
-                self._trimmed = not empty_log(connection)  # only a checkpoint makes the file smaller
+                self._trimmed = not empty_log(connection)  # the file shrinks only when its log is moved into it
             return Trimmed(0, False)
 
     def losses(self) -> Losses:
@@ -262,7 +262,7 @@ class _Database:
         """Delete entries beyond the limit, if there is one. Runs in the transaction of an append."""
 
     def _version(self, connection: sqlite3.Connection) -> int:
-        """Return a number that changes when another connection has written. connection: the one that reads."""
+        """Return a number that changes when another connection has written. connection: the reader."""
         return pragma(connection, "data_version")
 
     def _pages(self, where: str, values: list[str], after: int, newest: int | None) -> Iterator[Entry]:
@@ -307,8 +307,8 @@ class _Database:
 class SQLiteStore(_Database):
     """Implement Store in one file.
 
-    Raises StoreVersionError for a file of another schema version and StoreError for a file of another program. It does
-    not change such a file.
+    Raises StoreVersionError for a file of another schema version and StoreError for a file of another program, and then
+    does not change the file. Raises StoreUnavailableError if the file cannot be made or opened.
     """
 
     shared = True
@@ -333,7 +333,7 @@ class SQLiteStore(_Database):
     def _write(self) -> Iterator[sqlite3.Connection]:
         with super()._write() as connection:
             file, size = file_at(self._path)
-            if file != self._file:  # SQLite would write to a file that has no name and is lost at close
+            if file != self._file:  # SQLite would write to the old file, which has no name and is lost at close
                 raise StoreUnavailableError(f"{self._path}: another file has taken its place; restart to use that one")
             if size < self._size:
                 check_length(self._path, size)
@@ -344,9 +344,10 @@ class SQLiteStore(_Database):
                 self._size = self._path.stat().st_size
 
     def _give_up_log(self, connection: sqlite3.Connection, beside: tuple[FileId | None, ...]) -> None:
-        """Save what the write-ahead log holds, and raise StoreUnavailableError: it has no name, and a kill loses it.
+        """Move the write-ahead log into the file, and raise StoreUnavailableError: the log was removed or replaced.
 
-        Where another process has made new files, moving the log into the file could damage what that one writes.
+        Such a log has no name, so a kill would lose its records. If another process has made new files, the log is not
+        moved, because that could damage what the other process writes. beside: the files beside the database now.
         """
         both = tuple(zip(BESIDE, beside, self._beside, strict=True))
         if all(found in (None, known) for _, found, known in both):

@@ -11,7 +11,7 @@ Query = tuple[str, Values]
 """A part of an SQL query, and its values."""
 
 _LOOKED_AT = 16 * SLICE_ENTRIES
-"""Most entries that a slice looks at: those of logs that are down to what is spared are passed over."""
+"""Most entries that a slice looks at. It passes over those of logs that are down to their spared bytes."""
 _SEQUENCES = 2**63
 """One more than SQLite's largest integer."""
 
@@ -37,7 +37,7 @@ def delete(connection: sqlite3.Connection, query: Query) -> int:
 
 
 def trim_slice(connection: sqlite3.Connection, retention: Retention) -> int:
-    """Delete a slice of the oldest entries beyond the limits, and note how far each log is trimmed. Return its size."""
+    """Delete a slice of the oldest entries beyond the limits, and note how far logs are trimmed. Return how many."""
     found = _beyond_limits(connection, retention)
     if found:
         connection.executemany("UPDATE logs SET trimmed = max(trimmed, ?) WHERE namespace = ?", found)
@@ -50,7 +50,7 @@ def trim_slice(connection: sqlite3.Connection, retention: Retention) -> int:
 
 
 def records_held(connection: sqlite3.Connection) -> int:
-    """Return the number of entries."""
+    """Return the number of entries in all logs."""
     (records,) = connection.execute("SELECT ifnull(sum(records), 0) FROM logs").fetchone()
     return int(records)
 
@@ -78,7 +78,7 @@ def _beyond_limits(connection: sqlite3.Connection, retention: Retention) -> list
         return []
     logs, half = connection.execute("SELECT count(*), avg(bytes) / 2 FROM logs WHERE records > 0").fetchone()
     spared = half if logs > 1 else 0
-    # Entries of spared logs pile up in front of the others, so the search begins behind these.
+    # Old entries of spared logs pile up, so the search begins at the first entry of a log that is not spared.
     first_of_log = "SELECT min(sequence) FROM entries WHERE namespace = logs.namespace"
     begin = f"SELECT min(({first_of_log})) FROM logs WHERE records > 0 AND bytes >= ?"
     query = "entries WHERE sequence >= ? ORDER BY sequence", connection.execute(begin, (spared,)).fetchone()
@@ -88,7 +88,7 @@ def _beyond_limits(connection: sqlite3.Connection, retention: Retention) -> list
 def _first(
     connection: sqlite3.Connection, query: Query, count: int, size: int, spared: float = 0
 ) -> list[tuple[int, str]]:
-    """Return the first of these entries: so many, or more if these hold fewer than ``size`` bytes; a slice at most.
+    """Return the first entries that the query finds: ``count`` of them, and ``size`` bytes, but a slice at most.
 
     spared: bytes of a log below which the slice takes no more of it; 0: it may take all.
     """
@@ -125,7 +125,7 @@ def cursor_of(sequence: int) -> str:
 
 
 def sequence_of(name: str, cursor: str | None) -> int:
-    """Return the sequence of a cursor; 0, which is before all entries, for none.
+    """Return the sequence of a cursor; 0, which is before all entries, for None and "".
 
     Raises InvalidInputError, naming the argument ``name``, for anything that is not a cursor.
     """

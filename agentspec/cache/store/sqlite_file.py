@@ -22,13 +22,13 @@ PAGE_SIZE = 1024
 """Bytes of a page of the file."""
 
 BESIDE = ("-wal", "-shm")
-"""Suffixes of the files beside it: the write-ahead log, and the memory that its users share."""
+"""Suffixes of SQLite's files beside a database: the write-ahead log, and the memory that its users share."""
 FileId = tuple[int, int]
-"""Device and inode of a file, which tell it from a later file of its name."""
+"""Device and inode of a file. They tell it from a later file of the same name."""
 
 _BUSY_SECONDS = 5.0
-_POLL_MS = 5  # SQLite's own waits grow to 100 ms, so that processes that write all the time keep a waiting one out
-_CHECKPOINT_SECONDS = 0.2  # wait for readers before an erasure counts as incomplete
+_POLL_MS = 5  # short, because SQLite's own waits grow to 100 ms, in which busy writers always get the lock first
+_CHECKPOINT_SECONDS = 0.2  # longest wait for readers before an erasure counts as incomplete
 _WAL_BYTES = 4 << 20
 _MAGIC = b"SQLite format 3\x00"
 
@@ -55,11 +55,11 @@ _SCHEMA = (
 )
 
 # Made after `entries`, because files of earlier releases lack it. Triggers keep it true, whichever release writes.
-# trimmed: the last sequence that retention may have taken of a log. The row of '' has that of logs which have no row.
+# trimmed: the last sequence that retention may have taken of a log. The row of '' holds it for logs without a row.
 _LOGS = (
     "CREATE TABLE logs (namespace TEXT PRIMARY KEY, records INTEGER NOT NULL, bytes INTEGER NOT NULL,"
     " trimmed INTEGER NOT NULL) WITHOUT ROWID",
-    # Earlier releases took the oldest entries of all logs.
+    # Earlier releases removed the oldest entries of all logs, so any log may be trimmed up to the oldest that is left.
     "INSERT INTO logs SELECT '', 0, 0, ifnull((SELECT min(sequence) - 1 FROM entries),"
     " (SELECT total(seq) FROM sqlite_sequence WHERE name = 'entries'))",
     f"INSERT INTO logs SELECT namespace, count(*), sum(size + {OVERHEAD}), (SELECT trimmed FROM logs) FROM entries"
@@ -70,7 +70,7 @@ _LOGS = (
     " END",
     "CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN"
     f" UPDATE logs SET records = records - 1, bytes = bytes - old.size - {OVERHEAD} WHERE namespace = old.namespace;"
-    # Earlier releases trim without a note. What must not go unnoticed is a session's last tombstone.
+    # Earlier releases trim without setting `trimmed`. The loss of a session's last tombstone must be noted in any case.
     " UPDATE logs SET trimmed = max(trimmed, old.sequence) WHERE namespace = old.namespace AND old.erased = 1 AND NOT"
     " EXISTS (SELECT 1 FROM entries WHERE namespace = old.namespace AND session = old.session AND erased = 1);"
     " END",
@@ -78,7 +78,7 @@ _LOGS = (
 
 
 def padded(payload: bytes) -> bytes:
-    """Return the payload with zeros around it, so that all of it lies on overflow pages of its row."""
+    """Return the payload with zeros around it, so that SQLite puts all of it on overflow pages of its row."""
     spilled = -(-(len(payload) + 4) // OVERFLOW) * OVERFLOW
     # The row is a header and the blob. The header is its own size, the key's type and the blob's type 12 + 2 * length.
     for width in (1, 2, 3, 4, 5):
@@ -89,9 +89,9 @@ def padded(payload: bytes) -> bytes:
 
 
 def empty_log(connection: sqlite3.Connection, *, to_erase: bool = False) -> bool:
-    """Move the write-ahead log into the file and cut it to nothing. Return False if a reader prevents that.
+    """Move the write-ahead log into the file and empty it. Return False if another process prevents that.
 
-    to_erase: raise the error of a disk that prevents it, because waiting for readers to end would not help.
+    to_erase: raise other errors, for example of a full disk, because waiting for other processes would not help.
     """
     _set_patience(connection, _CHECKPOINT_SECONDS)
     try:
@@ -99,14 +99,14 @@ def empty_log(connection: sqlite3.Connection, *, to_erase: bool = False) -> bool
     except sqlite3.OperationalError as error:
         if to_erase and error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise
-        return False  # another process writes
+        return False  # another process writes, or an error does not matter now
     finally:
         _set_patience(connection, _BUSY_SECONDS)
     return bool(busy == 0)
 
 
 def pragma(connection: sqlite3.Connection, name: str) -> int:
-    """Return the integer that a pragma gives."""
+    """Return the integer value of a pragma."""
     (value,) = connection.execute(f"PRAGMA {name}").fetchone()
     return int(value)
 
@@ -158,14 +158,15 @@ def _begin(connection: sqlite3.Connection, kind: str) -> None:
 
 
 def _set_patience(connection: sqlite3.Connection, seconds: float) -> None:
-    """Set for how long SQLite waits for locks of other processes."""
+    """Set how long SQLite waits for locks of other processes."""
     connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
 
 
 def prepare_file(path: Path) -> None:
     """Create the file and its folder, readable by the owner only, or check the header of an existing file.
 
-    The check does not open the file as a database, because SQLite would then write to its journals at least.
+    The check does not open the file as a database, because SQLite would then write to the files beside it at least.
+    Raises StoreError, StoreVersionError, StoreUnavailableError or OSError.
     """
     if path.is_dir():
         raise StoreError(f"{path}: a folder, not a file; name a file in it, such as sqlite:///{path}/agentspec.db")
@@ -186,7 +187,7 @@ def prepare_file(path: Path) -> None:
         raise _not_ours(path, "not an SQLite database")
     # SQLite's file format has these numbers at these offsets. They are written before the write-ahead log exists.
     version, application, schema = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68, 40))
-    if application or schema:  # otherwise no table was ever made, and another process may be about to make ours
+    if application or schema:  # otherwise no table was ever made, and another process may be about to make them
         _check_marks(path, application, version)
 
 
@@ -210,10 +211,10 @@ def _not_ours(path: Path, what: str) -> StoreError:
 
 
 def file_at(path: Path) -> tuple[FileId, int]:
-    """Return which file is there, and its size in bytes.
+    """Return the id of the file at a path, and its size in bytes.
 
-    Raises OSError without a file, and StoreUnavailableError for one without a byte: its pages are gone, so what SQLite
-    would write there is worth nothing.
+    Raises OSError if there is no file, and StoreUnavailableError if it is empty: its pages are gone, so anything that
+    SQLite wrote there would be useless.
     """
     found = path.stat()
     if found.st_size == 0:
@@ -222,11 +223,11 @@ def file_at(path: Path) -> tuple[FileId, int]:
 
 
 def check_length(path: Path, size: int) -> None:
-    """Raise StoreUnavailableError if a file that has become smaller, to ``size`` bytes, has lost pages.
+    """Raise StoreUnavailableError if a file that shrank to ``size`` bytes has lost pages.
 
-    SQLite would not notice: it writes beyond the end, and holes take the place of what was lost. A file that was
+    SQLite would not notice: it writes beyond the end and leaves holes in place of the lost pages. A file that was
     trimmed is as long as its header says. While another process moves its log into the file, the header may say more
-    for a moment; the next write looks again.
+    for a moment; the next write checks again.
     """
     with path.open("rb") as file:
         header = file.read(32)
@@ -236,7 +237,7 @@ def check_length(path: Path, size: int) -> None:
 
 
 def files_beside(path: Path) -> tuple[FileId | None, ...]:
-    """Return which files SQLite keeps beside a database; None for one without a name."""
+    """Return the ids of the files that SQLite keeps beside a database, by BESIDE; None for a file that is missing."""
     found: list[FileId | None] = []
     for suffix in BESIDE:
         try:
@@ -249,7 +250,7 @@ def files_beside(path: Path) -> tuple[FileId | None, ...]:
 
 
 def connect(database: str) -> sqlite3.Connection:
-    """Open a connection that any thread may use, one at a time."""
+    """Open a connection that any thread may use, but only one thread at a time."""
     connection = sqlite3.connect(database, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     for setting in (
         "synchronous = NORMAL",

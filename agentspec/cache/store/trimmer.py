@@ -7,14 +7,14 @@ from agentspec.cache.store.base import Retention, Store
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 60.0  # between two looks at whether the store exceeds its limits,
-_SHARE = 0.02  # or when so much of its limit in bytes was appended
+_SECONDS = 60.0  # between two looks at whether the store exceeds its limits
+_SHARE = 0.02  # share of the limit in bytes; once so much was appended, the next look is due at once
 
 
 class Trimmer:
     """Remove what exceeds the limits of a store, a slice at a time. Use it from one thread; any may read its counts.
 
-    retention: the limits; None: there are none. removed: entries that were removed. failed: attempts that failed.
+    retention: the limits; None: never trim. removed: entries that were removed. failed: attempts that failed.
     """
 
     def __init__(self, store: Store, retention: Retention | None) -> None:
@@ -32,7 +32,7 @@ class Trimmer:
         self._written += size
 
     def trim_if_due(self) -> None:
-        """Remove one slice if it is time to. Never raises."""
+        """Remove one slice if a look is due. Never raises."""
         if self._retention is None:
             return
         limit = self._retention.bytes
@@ -49,4 +49,4 @@ class Trimmer:
             return
         self.removed += removed
         if more:
-            self._at = 0.0  # at once, after what has been queued meanwhile
+            self._at = 0.0  # at once, after the records that were queued meanwhile

@@ -1,4 +1,4 @@
-"""Parse store URLs, find the default one, and show URLs without their password."""
+"""Open the stores that URLs name, find the default URL, and show URLs without their password."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMS = (
 """Supported forms of a store URL, for messages."""
 
 PLACE_DIGITS = 12
-"""Hexadecimal digits that stand for a Redis store where the name of its snapshot begins."""
+"""Hexadecimal digits with which the name of a Redis store's snapshot begins."""
 _CERTIFICATES = ("required", "optional", "none")
 _TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"})
 _REDIS: dict[str, RedisForm] = {
@@ -51,7 +51,7 @@ def default_store_url(name: str) -> str:
     """Return the URL of the SQLite file ``name`` in agentspec's folder of the user's data folder (XDG_DATA_HOME).
 
     A relative XDG_DATA_HOME is ignored, as the XDG Base Directory Specification says.
-    Raises StoreUnavailableError where this user has no home folder, or one whose name SQLite cannot take.
+    Raises StoreUnavailableError if this user has no home folder, or if the folder's path is not UTF-8.
     """
     base = os.environ.get("XDG_DATA_HOME") or ""
     try:
@@ -77,7 +77,7 @@ def can_write(path: Path) -> bool:
 
 
 def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = False, must_exist: bool = False) -> Store:
-    """Open the store that ``url`` names. Creates a missing SQLite file and its folders; does not contact Redis yet.
+    """Open the store that ``url`` names. Creates a missing SQLite file and its folders. Does not connect to Redis yet.
 
     memory_bytes: most memory that a store in memory takes. to_write: refuse an SQLite file that can only be read.
     must_exist: refuse an SQLite file that is not there, for commands that only read what a server has stored.
@@ -102,9 +102,9 @@ def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = Fals
 
 
 def check_layout(store: Store) -> None:
-    """Raise StoreError for a Redis that has the logs in another number of shards than its URL says.
+    """Raise StoreError if a Redis has its logs in another number of shards than its URL says.
 
-    One that is away is not waited for: turns wait until it is back.
+    Does nothing if the Redis does not answer, because turns can wait until it is back.
     """
     if isinstance(store, SQLiteStore | MemoryStore):
         return
@@ -116,20 +116,20 @@ def check_layout(store: Store) -> None:
 
 
 def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
-    """Return the file for a snapshot of one log, beside an SQLite file and in the user's data folder for Redis.
+    """Return the path for a snapshot of one log: beside an SQLite file, or in the user's data folder for Redis.
 
-    number: of the engine, where several of a server share the store. None for a store in memory, and for Redis where
-    this user has no home folder. Raises StoreURLError.
+    number: the engine's, because several engines of a server may share the store. Returns None for a store in memory,
+    and for Redis if this user has no home folder. Raises StoreURLError.
     """
     if url == "memory://":
         return None
     name = f"{namespace}-{number}.snapshot"
     if is_sqlite(url):
-        path = Path(os.path.realpath(sqlite_path(url)))  # whichever link leads to it
+        path = Path(os.path.realpath(sqlite_path(url)))  # the same for all links to the file
         return path.with_name(f"{path.name}-{name}")
     address, prefix, _ = _redis_place(url)
     part = (address.form, address.nodes, address.path, address.service, address.database, prefix)
-    # however the URL is written
+    # a hash of the parts, which are the same however the URL is written
     place = hashlib.blake2b(repr(part).encode(), digest_size=PLACE_DIGITS // 2).hexdigest()
     try:
         return sqlite_path(default_store_url(f"{place}-{name}"))
@@ -180,8 +180,8 @@ def sqlite_path(url: str) -> Path:
 def open_redis(url: str, *, converting: bool = False) -> RedisStore:
     """Open the Redis store that ``url`` names. converting: as RedisStore takes it. Raises StoreURLError.
 
-    User and password are those of the URL, else AGENTSPEC_REDIS_USERNAME and AGENTSPEC_REDIS_PASSWORD. Sentinels are
-    asked with AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD.
+    User and password are those of the URL, else AGENTSPEC_REDIS_USERNAME and AGENTSPEC_REDIS_PASSWORD. Sentinels get
+    AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD.
     """
     from agentspec.cache.store.redis_store import RedisStore  # importing redis takes as long as all of the client
 
@@ -244,7 +244,7 @@ def _database(url: str, database: str, form: RedisForm) -> int:
 
 
 def _check_characters(url: str) -> None:
-    """Raise StoreURLError for a URL of Redis with characters in it that must be percent-encoded."""
+    """Raise StoreURLError if a Redis URL holds characters that must be percent-encoded."""
     try:
         url.encode()
     except UnicodeEncodeError:

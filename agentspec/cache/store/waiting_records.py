@@ -10,8 +10,8 @@ A record goes this way, from ``put`` to one of the last four:
       │               │
       └───────────────┴────> dropped       the oldest, where too much waits, or what is left at the end
 
-From each of these places it goes to ``erased`` where its session is erased. While it is in flight, that happens when
-its append fails; one that succeeds comes in front of the tombstone.
+A waiting record goes to ``erased`` if its session is erased. A record in flight does so only if its append fails. If
+the append succeeds, the record lies in front of the tombstone.
 """
 
 import logging
@@ -30,13 +30,13 @@ _BATCH_BYTES = 1 << 20  # small enough that a batch is sent well within a socket
 
 @dataclass(slots=True)
 class WriterStats:
-    """Count records since the start. Each is in exactly one of persisted, dropped, refused, erased and queued.
+    """Count records since the start. Each counts in exactly one of persisted, dropped, refused, erased and queued.
 
     persisted: records that the store has acknowledged. dropped: records discarded because the queue was full, or at
     close. refused: records that could not be encoded or that the store will never accept. erased: records discarded
-    because their session was erased. failed: appends that failed; their records stay queued. refused_logs: logs whose
-    records the store refuses. trimmed: entries that retention removed from the store. trim_failed: failed attempts to
-    remove some. state: the breaker's.
+    because their session was erased. failed: appends that failed; their records stay queued. queued_bytes: memory of
+    the queued records. refused_logs: logs whose records the store refuses. trimmed: entries that retention removed from
+    the store. trim_failed: failed attempts to remove some. state: the breaker's state.
     """
 
     persisted: int = 0
@@ -55,8 +55,9 @@ class WriterStats:
 class WaitingRecords:
     """Hold records in the order of ``put``: at most ``max_entries`` of at most ``max_bytes``. Not thread-safe.
 
-    Beyond these limits the oldest are dropped. in_flight: those of the present batch. aside: those that wait for a log
-    or a part of the store. counts: what became of the others. newest: number of the latest record.
+    Beyond these limits the oldest are dropped. in_flight: records of the present batch. aside: records that wait for a
+    log or a part of the store. counts: outcomes of the records that no longer wait. bytes: memory of the waiting ones.
+    newest: number of the latest record.
     """
 
     def __init__(self, max_bytes: int, max_entries: int, batch_entries: int) -> None:
@@ -92,14 +93,14 @@ class WaitingRecords:
         return any(item.record.session == session for item in self.in_flight)
 
     def put(self, namespace: str, record: Record) -> None:
-        """Let a record wait."""
+        """Queue a record, behind the others."""
         self.newest += 1
         self._queue.append(QueuedRecord(self.newest, namespace, record, record.size))
         self.bytes += record.size
         self._shorten()
 
     def forget(self, session: str) -> None:
-        """Drop the records of a session that is being erased; those in flight, once their append has failed."""
+        """Drop the records of a session that is being erased. Those in flight are dropped if their append fails."""
         self._queue = deque(self._without({session}, self._queue))
         self._count_erased(self.aside.forget(session))
         if self.is_in_flight(session):
@@ -121,14 +122,14 @@ class WaitingRecords:
         return items
 
     def note_written(self, items: list[QueuedRecord], persisted: int) -> None:
-        """Note that an append succeeded, with so many of its records: the others cannot be encoded."""
+        """Note that an append succeeded. persisted: how many records it wrote; the others cannot be encoded."""
         self.counts.persisted += persisted
         self.counts.refused += len(items) - persisted
         self.bytes -= sum(item.size for item in items)
         self._end_flight_of(items)
 
     def requeue(self) -> None:
-        """Queue what is in flight again, because the store is away."""
+        """Queue the records in flight again, because the store is away."""
         self.counts.failed += 1
         # The retry sends the same records, so that a store can recognise an append that it already has.
         self._next_entries = len(self.in_flight)
@@ -143,7 +144,10 @@ class WaitingRecords:
         return breaker
 
     def put_back(self, part: str, items: list[QueuedRecord], *, refused: bool) -> bool:
-        """Let an append that failed wait again: if it was refused, in halves. Return whether that gives a record up."""
+        """Let a failed append wait again, in halves if it was refused. If it was a single refused record, give that up.
+
+        Return whether a record was given up.
+        """
         self.counts.failed += 1
         alone = refused and len(items) == 1
         if alone:
@@ -157,14 +161,14 @@ class WaitingRecords:
         return alone
 
     def drop_all(self) -> int:
-        """Drop what is not in flight. Return how many waited."""
+        """Drop the records that are not in flight. Return how many waited before, those in flight included."""
         left = len(self)
         while self._queue or len(self.aside):
             self._drop_oldest()
         return left
 
     def _end_flight_of(self, items: list[QueuedRecord]) -> None:
-        """Take records from the batch. Forget erased sessions once nothing is in flight."""
+        """Remove records from the batch. Forget the erased sessions once nothing is in flight."""
         gone = {item.number for item in items}
         self.in_flight = [item for item in self.in_flight if item.number not in gone]
         if not self.in_flight:
@@ -172,7 +176,7 @@ class WaitingRecords:
             self._overflowing = self._overflowing and len(self) > 0
 
     def _shorten(self) -> None:
-        """Drop the oldest records while there are more than the limits allow. What is in flight is never too much."""
+        """Drop the oldest records beyond the limits. Records in flight stay: they alone never exceed the limits."""
         dropped = self.counts.dropped
         while self.bytes > self._max_bytes or len(self) > self._max_entries:
             self._drop_oldest()

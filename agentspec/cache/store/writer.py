@@ -28,8 +28,9 @@ class BackgroundWriter:
 
     Each log gets its records in the order of ``put``, which never blocks and never raises. While the store is
     unavailable, records wait, up to ``max_entries`` and ``max_bytes``; beyond that the oldest are dropped and counted.
-    While a part of the store is away, or it refuses one log, the other logs go on. An outage and its end are logged
-    once each. Between appends the thread removes what exceeds ``retention``, by slices. Close it before the store.
+    While a part of the store is away, or the store refuses a log, the other logs are still written. An outage and its
+    end are logged once each. Between appends the thread removes entries beyond ``retention``, a slice at a time. Close
+    the writer before the store.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class BackgroundWriter:
         self._breaker = breaker or CircuitBreaker()
         self._hurry = False  # whether a batch need not wait for more records
         self._refusal_logged = False
-        self._lost = False  # whether a log line says that the store is lost, and none that it is back
+        self._lost = False  # whether it was logged that the store is lost, and not yet that it is back
         self._deadline: float | None = None
         lock = threading.Lock()  # never held during a call to the store, so that no caller waits
         self._work, self._settled = threading.Condition(lock), threading.Condition(lock)
@@ -71,7 +72,7 @@ class BackgroundWriter:
     def forget(self, session: str, timeout: float = 0.0) -> bool:
         """Drop the queued records of a session that is being erased, so that they do not come after its tombstone.
 
-        Waits for at most ``timeout`` seconds until none of them is on its way to the store. Returns whether none is.
+        Waits up to ``timeout`` seconds until no record of it is on its way to the store. Returns whether none is.
         """
         with self._changing() as records:
             records.forget(session)
@@ -113,7 +114,7 @@ class BackgroundWriter:
 
     @contextmanager
     def _changing(self) -> Iterator[WaitingRecords]:
-        """Hold the lock while records change places, and wake those who wait for that."""
+        """Hold the lock while records change places, and then wake `flush` and `forget`."""
         with self._work:
             yield self._records
             if not (self._records.queued or self._records.in_flight):
@@ -126,7 +127,7 @@ class BackgroundWriter:
                 self._write(batch)
             self._write_aside()
             if not self._closing():
-                self._trimmer.trim_if_due()  # while appends fail, too: a full store has room again after it
+                self._trimmer.trim_if_due()  # also while appends fail, because that makes room in a full store
         self._write_aside(closing=True)
         with self._changing() as records:
             left = records.drop_all()
@@ -134,7 +135,7 @@ class BackgroundWriter:
             logger.warning("agentspec: the store writer stopped with %d records unwritten", left)
 
     def _next_batch(self) -> list[QueuedRecord] | None:
-        """Wait for a batch of records and for the breaker, or until it is time to trim. Returns None to end."""
+        """Wait for a batch of records and for the breaker. Return it; [] if something else is due; None to end."""
         records = self._records
         with self._work:
             pause = _shortest(self._trimmer.wait(), records.aside.wait())
@@ -144,7 +145,7 @@ class BackgroundWriter:
             self._work.wait_for(
                 lambda: records.queued >= self._batch_entries or self._hurry or self._closing(), self._batch_seconds
             )
-            # Half-open: it let a call through that was not made, because the whole batch waits for parts that are away.
+            # Half-open: the breaker let a call through that was not made, because the whole batch was set aside.
             while not (self._closing() or self._breaker.state == "half-open" or self._breaker.allow()):
                 trim_in = self._trimmer.wait()
                 if trim_in == 0.0:
@@ -156,7 +157,10 @@ class BackgroundWriter:
             return records.take_batch()
 
     def _write(self, batch: list[QueuedRecord]) -> None:
-        """Append the batch log by log. If one append fails, its records and those behind it are queued again."""
+        """Append the batch log by log. Set records aside whose log is refused, or whose part of the store is away.
+
+        If the whole store is away, queue the rest of the batch again.
+        """
         logs: dict[str, list[QueuedRecord]] = {}
         for item in batch:
             logs.setdefault(item.namespace, []).append(item)
@@ -177,14 +181,14 @@ class BackgroundWriter:
                 logger.warning("agentspec: a part of the store is lost (%s); the others are written to", error)
 
     def _part(self, namespace: str) -> str:
-        """Return the part of the store that has a log; "", as if there were no parts, where the store cannot tell."""
+        """Return the part of the store that holds a log; "", as if there were no parts, if the store cannot tell."""
         try:
             return self._store.part(namespace)
         except Exception:  # a store may raise anything, and the thread must survive it
             return ""
 
     def _append(self, namespace: str, items: list[QueuedRecord]) -> Exception | None:
-        """Append records to their log. Return why they were not appended."""
+        """Append records to their log. Return the error that prevented it; None if they were appended."""
         try:
             entries = self._encode_all(items)
             if entries:
@@ -201,7 +205,7 @@ class BackgroundWriter:
             return records.set_aside(part, items, failed=failed)
 
     def _write_aside(self, *, closing: bool = False) -> None:
-        """Write some of what waits for parts of the store that were away, where it is time to try again."""
+        """Write some of the records set aside, for the parts that may be tried now; if ``closing``, for all parts."""
         aside = self._records.aside
         for part, breaker in aside.parts() if closing else aside.due():
             for _ in range(self._max_entries if closing else _APPENDS):
@@ -225,7 +229,10 @@ class BackgroundWriter:
                     logger.warning("agentspec: %s is back; %d records wait for it", what, len(aside))
 
     def _put_back(self, part: str, items: list[QueuedRecord], error: Exception) -> None:
-        """Let an append wait again: in halves, if it is refused, until the bad record is alone or the log is bad."""
+        """Let a failed append wait again. A refused one waits in halves, until the bad record is alone and given up.
+
+        After some such records in a row, the log counts as refused.
+        """
         refused = not isinstance(error, StoreUnavailableError)
         with self._changing() as records:
             if not records.put_back(part, items, refused=refused):
@@ -257,13 +264,13 @@ class BackgroundWriter:
             logger.warning(message, left, dropped)
 
     def _log_refusal(self, error: Exception) -> None:
-        """Log why a record is given up, for the first one."""
+        """Log why a record is given up, but only for the first one."""
         if not self._refusal_logged:
             self._refusal_logged = True
             logger.warning("agentspec: a record cannot be stored: %s; further ones are only counted", error)
 
     def _requeue(self, error: StoreUnavailableError) -> None:
-        """Queue the rest of a batch again, because the append of its next records failed: the store is away."""
+        """Queue the rest of a batch again, because the store is away. error: of the append that failed."""
         with self._changing() as records:
             records.requeue()
             queued, closing = records.queued, self._closing()
@@ -283,5 +290,5 @@ class BackgroundWriter:
 
 
 def _shortest(*waits: float | None) -> float | None:
-    """Return the shortest of these times; None stands for no end."""
+    """Return the shortest of these times; None stands for an endless one."""
     return min((wait for wait in waits if wait is not None), default=None)
