@@ -1,4 +1,4 @@
-// Reads the arguments of the one call that a decode step makes, where Python has them, and checks them by name.
+// Reads the arguments of Core.step, the one call of a decode step, in Python's memory, and checks them by name.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,7 +15,7 @@ namespace agentspec {
 
 [[noreturn]] inline void refuse(const std::string& what) { throw nanobind::value_error(what.c_str()); }
 
-// Returns an integer of 32 bits; nothing for any other object. Truth values are no integers.
+// Returns the integer that an object holds; nothing if it is no integer of 32 bits. Truth values are no integers.
 inline std::optional<std::int32_t> int32_of(nanobind::handle object) {
   if (!object || !PyIndex_Check(object.ptr()) || PyBool_Check(object.ptr())) return std::nullopt;
   const Py_ssize_t number = PyNumber_AsSsize_t(object.ptr(), nullptr);  // clipped if too large
@@ -39,7 +39,7 @@ inline double seconds(nanobind::handle value, const char* name) {
   refuse(std::string(name) + "=" + nanobind::repr(value).c_str() + ": give a number of seconds");
 }
 
-// Reads an object's memory in place for as long as this lives, if it is a C-contiguous array of int32.
+// Reads the memory of a C-contiguous int32 array in place, and holds it as long as this lives.
 class Int32Buffer {
  public:
   explicit Int32Buffer(nanobind::handle object) {
@@ -80,7 +80,7 @@ class Numbers {
     }
   }
 
-  // Raises unless every number is from 0 to `most`; the message names the first that is not.
+  // Raises ValueError unless every number is from 0 to `most`; the message names the first that is not.
   void check(const char* name, std::size_t most) const {
     for (const std::int32_t number : numbers_) {
       if (number < 0 || static_cast<std::size_t>(number) > most) {
@@ -103,7 +103,7 @@ class Numbers {
     for (Py_ssize_t i = 0; i < size; ++i) {
       const nanobind::object item = nanobind::steal(PySequence_GetItem(values.ptr(), i));
       const auto number = int32_of(item);
-      PyErr_Clear();  // of an item that could not be got
+      PyErr_Clear();  // the sequence may have raised instead of giving the item
       if (!number) {
         const std::string what = item ? nanobind::repr(item).c_str() : "missing";
         refuse(std::string(name) + "[" + std::to_string(i) + "] is " + what + ": give integers of 32 bits");

@@ -1,5 +1,5 @@
-// Binds Cache to Python: arrays in, arrays out. suffix_cache.py and kept_turns.py have checked every argument
-// but step's.
+// Binds Cache to Python: arrays in, arrays out. suffix_cache.py and kept_turns.py check the arguments of all calls but
+// step's.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -57,7 +57,8 @@ auto without_gil(Call call) {
   return call();
 }
 
-// Checks its arguments before anything changes: Python does not. Returns None if nothing was drafted or verified.
+// Checks its arguments before anything changes, because Python does not. Returns None if nothing was drafted or
+// verified.
 nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle rows_, nb::handle lengths_,
                 nb::handle max_draft_, nb::handle num_verified_, double cost, nb::handle work_seconds_,
                 nb::handle most_) {
@@ -125,7 +126,7 @@ nb::object finish(Cache& cache, std::size_t slot, std::optional<std::size_t> out
   return nb::make_tuple(turn->kept, turn->parent, turn->block, turn->prompt_tail, to_numpy(std::move(turn->tokens)));
 }
 
-// Returns the hash of a context after each of the tokens that it goes on with.
+// Returns the hash of a context after each of `tokens`, which follow `kept` tokens that hash to `parent`.
 nb::object context_hashes(const Vector& tokens, std::uint64_t parent, std::size_t kept) {
   ContextHash context{parent, kept};
   std::vector<std::uint64_t> hashes;
@@ -176,7 +177,7 @@ Names names_of(const Name& session, const Name& group, const Name& tenant, bool 
           .owner = pointer(owner), .tenant_owner = pointer(tenant_owner), .family = pointer(family)};
 }
 
-// Returns what needs_load and mark_loaded look for; the arguments must outlive it.
+// Returns the names of an entry for needs_load and mark_loaded; the arguments must outlive it.
 Names loaded_names(const Name& session, const Name& group, const Name& family, const std::string& tenant) {
   return {.session = pointer(session), .group = pointer(group), .tenant = &tenant, .shared = true,
           .family = pointer(family)};

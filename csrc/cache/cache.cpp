@@ -10,7 +10,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kSweepPerSlice = 1024;  // units of work for an erasure between two looks at other callers
+constexpr std::size_t kSweepPerSlice = 1024;  // units of work for an erasure between two pauses for other callers
 
 std::size_t count_of(std::int32_t number) { return static_cast<std::size_t>(std::max(number, 0)); }
 
@@ -43,7 +43,7 @@ std::shared_ptr<Learned> Cache::learned_of(const Request& request) {
   return entries_.learned_of(*teacher);
 }
 
-// Updates the sums to the request's present size, and to that of what its teacher has learned.
+// Updates the sums over all that is held: to the request's present size, and to that of its learned state.
 void Cache::count(Request& request) {
   const Size now = request.size();
   if (now.bytes != request.counted.bytes || now.pending != request.counted.pending) {
@@ -133,7 +133,7 @@ void Cache::release(std::size_t slot) {
 
 // Adds a turn to the session, group and tenant of a request. `session`: key of its session, which may not be held.
 void Cache::keep(const Request& of, const std::string* session, const Turn& turn, Origin origin) {
-  bool wanted = true;  // by the group and the tenant: a restored turn without a record must bring something new
+  bool wanted = true;  // group and tenant take the turn: a restored one without a record must bring something new
   std::vector<Token> context;
   if (of.session && !turn.tokens.empty()) {
     context = of.session->context_of(turn);
@@ -145,7 +145,7 @@ void Cache::keep(const Request& of, const std::string* session, const Turn& turn
   }
   if (!turn.response().empty() && wanted) {
     const auto kept_context = context_of_response(std::move(context), turn, drafter_->kept_context());
-    // Reading a stored response again makes no other response older.
+    // Only new responses advance the window's clock: a stored one that is read again makes no other older.
     std::size_t fresh = origin == Origin::kStored ? 0 : turn.response().size();
     for (Group* group : {of.group.get(), of.shared ? static_cast<Group*>(of.tenant.get()) : nullptr}) {
       if (!group || group->gone || group->corpus.holds(turn.record) || entries_.clogged()) continue;
@@ -167,7 +167,7 @@ void Cache::publish(std::shared_ptr<const SuffixIndex> corpus) {
   count_public(corpus->bytes());
   std::lock_guard lock(mutex_);
   public_.swap(corpus);
-  for (const auto& current : requests_) {  // what was found in another corpus is nowhere in this one
+  for (const auto& current : requests_) {  // matches found in the former corpus mean nothing in this one
     if (current) current->forget_public();
   }
 }
@@ -190,7 +190,7 @@ void Cache::remove_session(const std::string& session, const std::string& tenant
     for (const auto& current : requests_) {  // their drafts may quote it
       if (!current || !current->tenant || current->tenant->key != tenant) continue;
       current->draft.forget_tokens();
-      current->forget_sibling();  // which may be a request of it
+      current->forget_sibling();  // the sibling may be a request of the session
     }
   }
   for (const auto& group : sharing) erase_from(*group, key);
@@ -201,7 +201,7 @@ void Cache::erase_from(Group& group, const std::string& session_key) {
   bool dropped = false;
   for (bool more = true; more; let_engine_call()) {
     std::lock_guard lock(mutex_);
-    ++entries_.erasures;  // what a snapshot copied since the last slice may hold some of it
+    ++entries_.erasures;  // a snapshot under way may have copied some of it since the last slice
     if (group.gone) break;
     if (!std::exchange(dropped, true)) group.corpus.drop_session(session_key);
     group.corpus.sweep(kSweepPerSlice);
@@ -211,7 +211,7 @@ void Cache::erase_from(Group& group, const std::string& session_key) {
   }
 }
 
-// Pauses where a call of the engine waits for the lock: without a pause, this thread would mostly win it back first.
+// Pauses if a call of the engine waits for the lock. Without a pause, this thread would mostly win it back first.
 void Cache::let_engine_call() const {
   if (calling_ > 0) std::this_thread::sleep_for(kBetweenSlices);
 }
@@ -262,7 +262,7 @@ std::vector<std::string> Cache::tenants() {
 
 bool Cache::forget_tenant(const std::string& tenant) {
   for (;; let_engine_call()) {
-    std::shared_ptr<Tenant> found;  // goes without the lock, because to free so much takes time
+    std::shared_ptr<Tenant> found;  // outlives the lock, because freeing a tenant takes time
     std::lock_guard lock(mutex_);
     found = entries_.tenants().find(tenant);
     if (!found) return true;
@@ -314,7 +314,7 @@ Drafts Cache::propose(std::span<const std::int32_t> slots, std::span<const std::
   return step({.slots = slots, .max_draft = max_draft}, {nullptr, 0, 0}, cost, seconds);
 }
 
-// Takes in the tokens that the engine's row has beyond what is known of it, up to the first illegal one.
+// Takes in the tokens with which the engine's row goes on behind the request's text, up to the first illegal one.
 Verified Cache::take_in(Request& request, std::span<const Token> row, std::size_t num_verified) {
   if (!request.goes_on_in(row)) request.rewind(*drafter_, row);
   const auto fresh = row.subspan(request.index.size());
@@ -332,7 +332,7 @@ Drafts Cache::step(const StepRequests& requests, TokenTable table, double cost, 
   drafts.drafted.reserve(slots.size());
   WorkBudget budget(kWorkPerStep, seconds);
   std::vector<bool> sound(slots.size(), true);  // whether a draft would continue the engine's text
-  for (std::size_t i = 0; i < slots.size(); ++i) {  // all before the first draft, so that each learns from all others
+  for (std::size_t i = 0; i < slots.size(); ++i) {  // all rows before the first draft, so that each draft sees them all
     Request& current = request(static_cast<std::size_t>(slots[i]));
     Verified verified;
     if (table.data) {

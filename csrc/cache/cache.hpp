@@ -18,9 +18,9 @@
 
 namespace agentspec {
 
-inline constexpr std::size_t kWorkPerStep = 4096;  // positions indexed in one step at most; the clock mostly ends it
-inline constexpr std::chrono::microseconds kBetweenSlices{200};  // pause of a long call, for others to take the lock
-inline constexpr std::size_t kOwnPerStep = 32;     // positions of each request's own text that are always indexed
+inline constexpr std::size_t kWorkPerStep = 4096;  // most positions indexed in a step; the clock mostly ends it earlier
+inline constexpr std::chrono::microseconds kBetweenSlices{200};  // pause of a long call, so that others get the lock
+inline constexpr std::size_t kOwnPerStep = 32;     // positions of each request's own text that a step always indexes
 
 // Holds a step's drafts, one after the other: request i has tokens[offsets[i]:offsets[i + 1]].
 struct Drafts {
@@ -42,8 +42,8 @@ struct TokenTable {
   std::size_t rows, columns;
 };
 
-// Refers to the requests of a step, with one number for each in every span: the slot, the row in the engine's tokens,
-// how many of the row's tokens are valid, the longest draft, and how many tokens of the last one were verified.
+// Refers to the requests of a step. Every span has one number for each: the slot, the row in the engine's tokens, how
+// many of the row's tokens are valid, the most tokens to draft, and how many tokens of the last draft were verified.
 struct StepRequests {
   std::span<const std::int32_t> slots{}, rows{}, lengths{}, max_draft{}, num_verified{};
 };
@@ -55,7 +55,8 @@ struct ExternalDrafts {
   std::size_t columns;
 };
 
-// Holds the running requests and what is kept of finished ones. Every public call takes the lock.
+// Holds the running requests, and the sessions, groups and tenants with the text of finished ones. Every public call
+// takes the lock.
 class Cache {
  public:
   Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_size, HistoryWindow window = {});
@@ -68,38 +69,39 @@ class Cache {
   // Ends a request. Returns the turn that it adds, if any. `record` names the turn in the store; 0: it has no name.
   std::optional<Turn> finish(std::size_t slot, std::optional<std::size_t> output_limit, std::uint64_t record);
   void abort(std::size_t slot);
-  // Adds a stored turn to those of its session, group and tenant that don't hold its record yet; a turn without a
-  // record if its text is new. `held_only`: adds it only to entries that the cache holds, and marks none of them as
-  // used.
+  // Adds a stored turn to its session, group and tenant, except to those that hold its record already. A turn without
+  // a record is added if its text is new. `held_only`: adds it only to entries that the cache holds, and marks none of
+  // them as used.
   void restore(Names names, Turn turn, bool held_only);
   // Drafts a shared turn as if it ran here, and learns how the drafts from its session, group and tenant would have
   // fared. Call it before restoring the turn. Holds the lock for some drafts at a time. Returns the tokens of its
-  // response, 0 if its tenant isn't held or has the turn already.
+  // response, or 0 if it learned nothing: its tenant isn't held or has the turn already, or ArcticSuffixRule drafts.
   std::size_t learn_from(Names names, const Turn& turn, double cost);
-  // Lets all requests that share anything draft from an index that nothing is added to. Replaces what was there.
+  // Lets all shared requests draft from a finished index. Replaces the one that was there.
   void publish(std::shared_ptr<const SuffixIndex> corpus);
-  // Counts the bytes of the public corpus, published or being made, and makes room for them.
+  // Counts the bytes of the public corpus, published or being made, and evicts to make room for them.
   void count_public(std::size_t bytes);
   // Begins a session that is built beside the cache, without the lock.
   PreparedSession prepare(const std::string& session) const { return {session, drafter_->kept_context()}; }
   // Replaces the held session by a prepared one. Returns false and does nothing if the held one has turns that the
-  // prepared one lacks, or if the session's budget cuts it: then its turns must be restored instead. Otherwise
-  // restoring them brings them to its named groups and its tenant.
+  // prepared one lacks, or if the session's budget would cut it. Restore the turns in either case: that adds them to
+  // their named groups and tenant, and to the session if it was not adopted.
   bool adopt(Names names, PreparedSession& prepared);
-  // Erases a session. When it returns, no index holds what only this session said.
+  // Erases a session. When it returns, no index holds text that only this session said.
   void remove_session(const std::string& session, const std::string& tenant);
   // Evicts a session when none of its requests run, because its client has ended it.
   void free_session(const std::string& session);
   bool has_session(const std::string& session);
-  // Return whether the store may hold turns of the named session, group, family or else tenant's corpus that were not
-  // restored yet, and note that all were. Evicting forgets that.
+  // Returns whether the store may hold turns of the named session, group or family, or else of the tenant's corpus,
+  // that were not restored yet.
   bool needs_load(Names names);
+  // Notes that all of these were restored. Evicting the entry forgets that.
   void mark_loaded(Names names);
   // Notes that new weights serve, or that an epoch begins, for a window that counts these. Responses of groups and
   // tenants that are older than the window are dropped when requests name their group or tenant.
   void begin_period(HistoryWindow::Unit unit);
   std::vector<std::string> tenants();  // their keys, least recently used first
-  // Forgets a tenant with its corpus, sessions and groups. Returns false where it has running requests: then it stays.
+  // Forgets a tenant with its corpus, sessions and groups. Returns false, and keeps it, if it has running requests.
   bool forget_tenant(const std::string& tenant);
   // Does the work that waits: evicts, indexes and removes dropped positions. Returns how much was done.
   std::size_t catch_up(WorkBudget budget);
@@ -110,11 +112,11 @@ class Cache {
   void resize(Limits limits);
   Stats stats();
   std::int64_t worked() const { return worked_; }  // CPU time of the work beside drafting so far, in nanoseconds
-  Size recount();  // what stats() says, added up anew
+  Size recount();  // the sizes of stats(), added up anew
 
   // `cost`: price of verifying one more token, as a share of a step.
   // `most`: no draft is longer, whatever its request's `max_draft` is.
-  // `seconds`: CPU time for the work beside drafting that waits: start, finish and restore only append.
+  // `seconds`: CPU time for waiting work beside drafting, such as indexing what start, finish and restore appended.
   Drafts propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> max_draft, double cost,
                  double seconds);
   Drafts step(const StepRequests& requests, TokenTable table, double cost, double seconds,
@@ -127,14 +129,17 @@ class Cache {
   std::vector<ScoredPosition> candidates(std::size_t slot);
 
   // Saves sessions, groups, tenants and what was learned, but no running requests. Steps may run meanwhile: the lock is
-  // held for a piece of a millisecond at a time. Returns false, and leaves the file alone, if a session was erased
-  // meanwhile. `identity` says what the snapshot is good for, `note` is the caller's. Throws std::runtime_error.
+  // held for a fraction of a millisecond at a time. Returns false, and leaves the file alone, if a session was erased
+  // meanwhile. `identity` names what the snapshot can be used with, `note` is for the caller. Throws
+  // std::runtime_error.
   bool save(const std::string& path, const std::string& identity, const std::string& note);
-  // Loads into an empty cache what was saved under the same identity. Returns the note. Throws std::runtime_error.
+  // Loads a file that was saved under the same identity into an empty cache. Returns the note. Throws
+  // std::runtime_error.
   std::string load(const std::string& path, const std::string& identity);
 
  private:
-  // Holds the lock for a call that the engine waits for: the indexing thread releases it. Then tells that of new work.
+  // Holds the lock for a call that the engine waits for, so the indexing thread releases it soon. At its end, wakes the
+  // thread if there is work.
   class EngineCall {
    public:
     explicit EngineCall(Cache& cache) : cache_(cache) {
@@ -153,7 +158,7 @@ class Cache {
     Cache& cache_;
   };
 
-  // Thaws an entry at its end, if there is one.
+  // Thaws its entry, if it has one, when it is destroyed.
   struct Thawing {
     Cache& cache;
     std::shared_ptr<CacheEntry> entry;
@@ -164,7 +169,7 @@ class Cache {
     }
   };
 
-  // Lets go, at its end, of the entries of a request that is in no slot.
+  // Lets go of the entries of a request without a slot when it is destroyed.
   struct Leaving {
     Cache& cache;
     Request& request;
@@ -174,12 +179,12 @@ class Cache {
   Request& request(std::size_t slot) { return *requests_.at(slot); }
   std::shared_ptr<Learned> learned_of(const Request& request);
   void count(Request& request);
-  // Keep the entries of a request from being evicted, and let go of them.
+  // hold_entries() keeps the entries of a request from being evicted, until let_go_of_entries().
   void hold_entries(const Request& request);
   void let_go_of_entries(const Request& request);
   void release(std::size_t slot);
-  // Where a turn comes from: it was finished here, read from the store, or followed: just stored by another process.
-  // A followed turn marks nothing as used.
+  // Says where a turn comes from: a request that finished here, the store, or another process that just stored it. The
+  // last is a followed turn, which marks nothing as used.
   enum class Origin { kFinished, kStored, kFollowed };
   void keep(const Request& of, const std::string* session, const Turn& turn, Origin origin);
   void erase_from(Group& group, const std::string& session_key);
@@ -190,21 +195,21 @@ class Cache {
   Verified take_in(Request& request, std::span<const Token> row, std::size_t num_verified);
   void advance(Request& request, WorkBudget& budget);
   std::size_t work(WorkBudget& budget);
-  bool has_thread() const { return indexing_ && !closed_; }  // that indexes what steps leave to it
+  bool has_thread() const { return indexing_ && !closed_; }  // whether a thread indexes what steps leave to it
   void let_engine_call() const;
   bool index_some();
   void want_indexing();
   std::size_t draft_limit(std::int32_t max_draft) const;
   bool legal(Token token) const { return token >= 0 && token < vocab_size_; }
 
-  std::mutex saving_;  // taken before `mutex_`: one snapshot at a time
+  std::mutex saving_;  // lets one snapshot be saved at a time; taken before `mutex_`
   std::mutex mutex_;
   PolicySettings settings_;
   std::int64_t vocab_size_;
   std::unique_ptr<Drafter> drafter_;
   CacheEntries entries_;
-  std::shared_ptr<const SuffixIndex> public_;  // whole and read-only: nothing that a request says gets into it
-  std::size_t public_bytes_ = 0;               // as counted
+  std::shared_ptr<const SuffixIndex> public_;  // read-only: nothing that a request says gets into it
+  std::size_t public_bytes_ = 0;               // its part of the sums of `entries_`
   std::atomic<std::int64_t> worked_ = 0;
   std::atomic<int> calling_ = 0;         // calls of the engine that wait for the lock
   std::atomic<bool> indexing_ = false;   // a thread is in index_until_closed

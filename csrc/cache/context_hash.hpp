@@ -13,8 +13,8 @@ namespace agentspec {
 
 inline constexpr std::size_t kBlock = 64;  // tokens between two boundaries
 
-// Names a context, which is all text of a conversation up to some token, by a 64-bit number. It can go on from any
-// length, so a turn needs no more than this to be placed. 0 names the empty context.
+// Names a context, which is all text of a conversation up to some token, by a 64-bit number. A hash can be continued
+// at any length, so a turn can be placed by the hash and the length of its context. 0 names the empty context.
 //
 // Within a block the value is a sum of products, which is quick to compute. At each boundary it is mixed.
 struct ContextHash {
@@ -22,7 +22,7 @@ struct ContextHash {
   std::size_t length = 0;  // tokens of the context
 
   void add(Token token);
-  // Adds tokens, and the value at each boundary on the way to `blocks`.
+  // Adds tokens. Appends the value at each boundary on the way to `blocks`.
   void add(std::span<const Token> tokens, std::vector<std::uint64_t>& blocks);
 
  private:

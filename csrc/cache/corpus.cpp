@@ -83,7 +83,7 @@ void Corpus::drop_older_half() {
 void Corpus::drop_session(const std::string& session) {
   const std::uint64_t hash = hash_of(session);
   const auto is_its = [&](const Document& document) { return document.session == hash; };
-  const auto evicted = dropped_.begin() + static_cast<std::ptrdiff_t>(erased_);  // which may be indexed still
+  const auto evicted = dropped_.begin() + static_cast<std::ptrdiff_t>(erased_);  // these may still be in the index
   const std::size_t before = erased_;
   erased_ += static_cast<std::size_t>(std::stable_partition(evicted, dropped_.end(), is_its) - evicted);
   documents_.erase_if([&](const Document& document) {
@@ -109,7 +109,7 @@ std::size_t Corpus::sweep(std::size_t budget) {
     dropped_tokens_ -= end - oldest.end;
     removed_some = removed_some || removed > 0;
     done += removed;
-    if (removed == some) continue;  // if nothing is left of it, the next round finds out
+    if (removed == some) continue;  // the next round finds out whether anything is left of it
     dropped_tokens_ -= oldest.end - oldest.begin;
     dropped_.pop_front();
     if (erased_ > 0) --erased_;

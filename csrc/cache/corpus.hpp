@@ -23,7 +23,7 @@ class Corpus {
     std::uint64_t session;  // hash of its key; 0: no session
     std::uint64_t record;   // names the turn in the store; 0: it has no name
     Position begin, end;
-    std::uint64_t written;  // when, by the clock of the history window
+    std::uint64_t written;  // time by the clock of the history window
   };
 
   bool holds(std::uint64_t record) const { return records_.contains(record); }
@@ -35,10 +35,10 @@ class Corpus {
   std::size_t drop_before(std::uint64_t time, std::size_t most);
   // Sets the time at which all documents count as written.
   void set_written(std::uint64_t time);
-  bool holds_all_of(const Corpus& other) const;  // by their records: a response without one may be anything
+  bool holds_all_of(const Corpus& other) const;  // by the records: false if `other` has a response without one
   // Returns whether it holds responses of other sessions, those included that wait to be removed.
   bool holds_other_than(const std::string& session) const;
-  // Takes over all that `from` holds, and leaves it empty. Returns the former index.
+  // Replaces all that it holds by what `from` holds, and empties `from`. Returns the former index.
   SuffixIndex take_over(Corpus& from);
   void drop_oldest();
   void drop_older_half();
@@ -55,7 +55,7 @@ class Corpus {
   SuffixIndex take_index() { return std::exchange(index_, {}); }  // of a corpus that is not used any more
   std::size_t tokens() const { return tokens_; }
   std::size_t bytes() const;    // in memory now
-  std::size_t leaving() const;  // about as many of them will go with the dropped documents
+  std::size_t leaving() const;  // about the part of bytes() that goes with the dropped documents
 
   // See SuffixIndex. Erasing thaws it, too.
   void freeze(bool frozen) { index_.freeze(frozen); }

@@ -7,7 +7,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kGenerations = 16;  // generations of a family that are searched for its root
+constexpr std::size_t kGenerations = 16;  // most generations of a family that the search for its root goes up
 constexpr std::size_t kDisposedAtOnce = std::size_t{64} << 10;  // bytes below which an index is freed on the spot
 constexpr std::size_t kDisposedPerCall = std::size_t{1} << 20;  // bytes that a call of dispose_some() gives back
 
@@ -35,8 +35,8 @@ Size CacheEntry::size() const {
   return size;
 }
 
-// Indexes pending text or, where none is left, removes what was dropped. It does only one of both in a call: how much
-// is indexed at once depends on how the index does it, and must not change what is removed.
+// Indexes pending text or, if none is left, removes dropped documents. A call does only one of the two: how much is
+// indexed at once depends on how the index does it, and must not change what is removed.
 std::size_t Group::advance(std::size_t budget) {
   const std::size_t indexed = corpus.advance(budget);
   return indexed > 0 ? indexed : corpus.sweep(budget);
@@ -93,7 +93,8 @@ std::shared_ptr<Session> CacheEntries::session(Names names, const std::shared_pt
   return found;
 }
 
-// Returns the named group or the session's family: the responses alone, without what prompts quote, draft better.
+// Returns the named group, or else the session's family. A session alone has a family too, because its responses draft
+// better without the text that prompts quote.
 std::shared_ptr<Group> CacheEntries::group(Names names, const std::shared_ptr<Tenant>& tenant) {
   if (!tenant) return nullptr;
   if (names.shared && names.group) return entry<Group>(entry_key(EntryKind::kGroup, *names.group), tenant, names);
@@ -284,14 +285,14 @@ void CacheEntries::advance(CacheEntry& entry, WorkBudget& budget) {
 
 void CacheEntries::work(WorkBudget& budget, bool has_thread) {
   const auto dispose_timed = [&] { return budget.timed([&] { return dispose_some(); }); };
-  if (!to_dispose_.empty()) dispose_timed();  // a little in any case, so that its memory does not stay for ever
+  if (!to_dispose_.empty()) dispose_timed();  // some in any case, so that the memory does not stay for ever
   if (held_.over(limits.process)) budget.use(budget.timed([&] { return evict(nullptr); }));
   for (auto* list : {&waiting_, &waiting_tenants_}) {
     auto end = list->end();
     while (end != list->begin() && budget.left() > 0 && !budget.late()) {
       CacheEntry& newest = *std::prev(end)->second;
       if (has_thread && !newest.tenant && static_cast<Tenant&>(newest).waits_for_others()) {
-        // The indexing thread does this. Where it is late, the step helps with at most half of its time.
+        // The indexing thread does this. If it is late, the step helps with at most half of its time.
         if (!static_cast<Tenant&>(newest).leave_to_thread()) {
           budget.halved([&](WorkBudget& half) { advance(newest, half); });
         }
@@ -326,7 +327,7 @@ bool CacheEntries::dispose_some() {
 }
 
 void CacheEntries::drop(CacheEntry& entry) {
-  const auto alive = entries_.find(entry.key);  // until this returns
+  const auto alive = entries_.find(entry.key);  // keeps the entry until this returns
   set_waiting(entry, false);
   leave_owner(entry);
   held_ -= entry.counted;

@@ -1,4 +1,4 @@
-// Keeps what finished requests leave behind: tenants, and their sessions and groups.
+// Keeps the text of finished requests: tenants, and their sessions and groups.
 #pragma once
 
 #include <cstddef>
@@ -22,13 +22,13 @@ namespace agentspec {
 
 inline constexpr std::size_t kEvictPerCall = 64;  // sessions, groups or documents evicted in one call
 inline constexpr std::size_t kOutdatedPerCall = 256;  // documents older than the window dropped in one call
-inline constexpr std::size_t kTenantShare = 4;    // tenants beside their texts may take one part in so many
-inline constexpr std::size_t kClogged = 8;        // one part in so many of the budget may wait to be swept
+inline constexpr std::size_t kTenantShare = 4;    // tenants, without their texts, may take 1 / kTenantShare of all
+inline constexpr std::size_t kClogged = 8;        // 1 / kClogged of the budget may wait to be swept
 
 struct Request;
 
-// Says how long groups and tenants keep a response: until `kept` more weights or epochs have begun, or the tenant has
-// written so many more tokens. 0: as long as there is room. Its clock counts the weights, the epochs, or those tokens.
+// Says how long groups and tenants keep a response: until `kept` more weights or epochs have begun, or until the tenant
+// has written so many more tokens. 0: as long as there is room. Its clock counts weights, epochs, or those tokens.
 struct HistoryWindow {
   enum class Unit : std::uint64_t { kNone, kWeights, kEpochs, kTokens };
   Unit unit = Unit::kNone;
@@ -61,15 +61,15 @@ struct Group : CacheEntry {
 // Holds what all sessions of one tenant share: their responses, and what was learned about drafts.
 struct Tenant final : Group {
   Size held;               // sum over itself and its sessions and groups
-  std::size_t beside = 0;  // part of its `counted` bytes that is not its texts': its own and what it learned
+  std::size_t beside = 0;  // its `counted` bytes without its texts': its own and its learned state's
   std::map<std::uint64_t, CacheEntry*> entries;  // its sessions and groups, by last use
-  std::unordered_set<Group*> groups;             // those among them that hold responses of several sessions
+  std::unordered_set<Group*> groups;             // its groups that hold responses of several sessions
   std::uint64_t written = 0;                     // tokens of the responses that its requests finished so far
-  bool followed = false;  // all text that waits to be indexed was said in other processes
+  bool followed = false;  // whether all text that waits to be indexed was said in other processes
   std::size_t left = 0;   // size of the text when a step last left some of it to the indexing thread
 
   std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
-  // Notes that a response is about to be added.
+  // Notes that a response is about to be added. `by_others`: another process said it.
   void expect(bool by_others) { followed = by_others && (followed || corpus.index().pending() == 0); }
   // Returns whether nothing but text from other processes waits to be indexed.
   bool waits_for_others() const { return followed && corpus.swept(); }
@@ -77,12 +77,12 @@ struct Tenant final : Group {
   bool leave_to_thread();
 };
 
-// Stands for a caller whom sessions, groups and tenants count for, so that no caller's entries push out all others.
+// Stands for a caller for whom sessions, groups and tenants count, so that no caller's entries push out all others.
 struct Owner {
   std::string name;
   std::size_t entries = 0;                 // sessions, groups and tenants that count for it
   FairOrder<CacheEntry>::Line texts;       // sessions and groups
-  FairOrder<Tenant>::Line tenants, corpora;  // all tenants, weighed by what they take beside texts; those with texts
+  FairOrder<Tenant>::Line tenants, corpora;  // all its tenants, weighed by `beside`; those with texts, by tokens
 };
 
 // Finds entries by key. The keys are the entries' own.
@@ -104,7 +104,7 @@ class CacheEntries {
   CacheEntries(const PolicySettings& settings, Limits limits, HistoryWindow window)
       : limits(limits), window(window), settings_(settings) {}
 
-  // Each returns the named entry, which it makes if there is none, and marks it as used. Null where none is named.
+  // Each returns the named entry and marks it as used. It makes the entry if there is none. Null if none is named.
   std::shared_ptr<Tenant> tenant(const std::string* key, const std::string* tenant_owner);
   std::shared_ptr<Session> session(Names names, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Group> group(Names names, const std::shared_ptr<Tenant>& tenant);
@@ -132,24 +132,25 @@ class CacheEntries {
   void trim(Session& session);
   // Drops the oldest responses of a family that holds more than a session may. Does nothing to other groups.
   void trim(Group& group);
-  // Counts what running requests hold of their own, and the public corpus: eviction gives back nothing of it.
+  // Counts memory that eviction cannot give back: that of running requests and of the public corpus.
   void count_unevictable(const Size& before, const Size& now) { (held_ += now) -= before; }
-  // Evicts until the tenant, if not null, and the process are within budget, at most kEvictPerCall. Returns how many.
+  // Evicts until the tenant, if not null, and the process are within budget, but at most kEvictPerCall sessions, groups
+  // or documents. Returns how many.
   std::size_t evict(Tenant* tenant);
-  // Evicts, gives back memory, indexes and sweeps as far as the budget allows: what was used last comes first.
-  // `has_thread`: text from other processes is left to the indexing thread, unless that is late.
+  // Evicts, gives back memory, indexes and sweeps as far as the budget allows, the entries used last first.
+  // `has_thread`: text from other processes is left to the indexing thread, unless that thread is late.
   void work(WorkBudget& budget, bool has_thread = false);
-  // Evicts of tenants that are over the budget of a tenant, until the budget's time is up.
+  // Evicts from tenants that are over the budget of a tenant, until the work budget's time is up.
   void evict_tenants(WorkBudget& budget);
   void set_limits(const Limits& changed);
   // Drops a session. Returns its tenant and the groups that may hold responses of it.
   std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string& tenant_key);
-  // Evicts a session and the family whose root it is, now or when none of its requests run. The next request in it, if
-  // there is one after all, keeps it.
+  // Evicts a session, and the family whose root it is, now or when none of its requests run. A request that starts in
+  // it before that keeps it.
   void free_session(const std::string& key);
   void free_if_final(Session& session);
-  // Drops a tenant that has no running requests, with at most kEvictPerCall of its entries. Returns false if it has
-  // more of them: then call it again.
+  // Drops a tenant that has no running requests. A call drops at most kEvictPerCall of its entries and returns false if
+  // it has more: then call it again.
   bool forget_tenant(Tenant& tenant);
   // Takes over an index that is not used any more. Its memory is given back little by little.
   void dispose_later(SuffixIndex index);
@@ -159,7 +160,7 @@ class CacheEntries {
 
   const Size& held() const { return held_; }
   std::size_t evictions() const { return evictions_; }  // since this was made
-  Size recount() const;  // `held`, but for requests, added up anew: a test compares them
+  Size recount() const;  // held() without the requests, added up anew, so that a test can compare the two
   const EntryMap<Tenant>& tenants() const { return tenants_; }
   const EntryMap<CacheEntry>& entries() const { return entries_; }
 
@@ -167,7 +168,7 @@ class CacheEntries {
   // `frozen`, the writer has deferred this entry's arrays: thaw the entry once they are written.
   struct Cursor {
     bool tenants_done = false, begun = false;
-    std::string key;  // the last one's
+    std::string key;  // of the last entry saved
   };
   bool save_some(SnapshotWriter& writer, Cursor& next, std::shared_ptr<CacheEntry>& frozen);
   void thaw(CacheEntry& entry);
@@ -223,9 +224,9 @@ class CacheEntries {
   std::map<std::string_view, std::shared_ptr<Owner>> owners_;
   FairOrder<CacheEntry> texts_;
   FairOrder<Tenant> tenant_order_, corpus_order_;
-  std::uint64_t newest_tenant_ = 0;  // tick of the last use of any
-  std::map<std::uint64_t, CacheEntry*> waiting_, waiting_tenants_;  // with work to do, by last use
-  std::vector<SuffixIndex> to_dispose_;  // whose memory is to be given back
+  std::uint64_t newest_tenant_ = 0;  // tick of the last use of any tenant
+  std::map<std::uint64_t, CacheEntry*> waiting_, waiting_tenants_;  // entries with work to do, by last use
+  std::vector<SuffixIndex> to_dispose_;  // indexes whose memory is still to be given back
 };
 
 }  // namespace agentspec

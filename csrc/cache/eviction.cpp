@@ -1,4 +1,4 @@
-// Keeps CacheEntries within their budgets: what is cut, and what is evicted first.
+// Keeps CacheEntries within their budgets: decides what to cut, and what to evict first.
 #include <algorithm>
 #include <utility>
 
@@ -7,7 +7,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kSessionTokens = std::size_t{1} << 19;  // limit without a budget, as cutting copies half of it
+constexpr std::size_t kSessionTokens = std::size_t{1} << 19;  // limit without a budget; cutting copies half of it
 
 }  // namespace
 
@@ -62,7 +62,7 @@ void CacheEntries::evict_tenants(WorkBudget& budget) {
     if (tenant->held.over(limits.tenant)) done = budget.timed([&] { return evict(tenant.get()); });
     budget.use(done);
     if (!tenant->held.over(limits.tenant)) over_.erase(tenant->key);
-    if (done > 0 && budget.late()) return;  // of some nothing can be evicted: they keep no time from the others
+    if (done > 0 && budget.late()) return;  // tenants of which nothing can be evicted take no time from the others
     next = over_.upper_bound(tenant->key);
   }
 }
@@ -75,8 +75,8 @@ std::size_t CacheEntries::evict(Tenant* tenant) {
   return done;
 }
 
-// Evicts one entry or document, of tenant `only` or of any. Returns whether there was anything to evict. Where tenants
-// take much memory beside their texts, because there are many or they learned much, evicts the least recently used one.
+// Evicts one entry or document, of tenant `only` or of any. Returns whether there was anything to evict. If tenants
+// take much memory beside their texts, because there are many or they learned much, evicts of the one used longest ago.
 bool CacheEntries::evict_one(Tenant* only) {
   if (!only && held_.over_bytes(limits.process) && kTenantShare * beside_ > held_.bytes && evict_tenant()) return true;
   return evict_text(only) || evict_running(only) || (!only && evict_tenant());
@@ -90,8 +90,8 @@ CacheEntry* CacheEntries::oldest_text(const Tenant* only, Fits fits) const {
   return found == only->entries.end() ? nullptr : found->second;
 }
 
-// Notes that the store may hold more of an entry, of which nothing is left. A family comes back with its root, and with
-// its other sessions.
+// Notes that an entry of which nothing is left must be loaded again. A family is loaded with its root, too, so the root
+// must be loaded again.
 void CacheEntries::load_again(CacheEntry& entry) {
   entry.loaded = false;
   if (!entry.is(EntryKind::kFamily)) return;
@@ -179,7 +179,7 @@ void CacheEntries::drop_tenant(Tenant& tenant) {
   beside_ -= tenant.beside;
   set_waiting(tenant, false);
   tenant.counted = {};
-  tenant.gone = true;  // an erasure or a snapshot of it may be under way
+  tenant.gone = true;  // for an erasure or a snapshot of it that is under way
   dispose_later(tenant.take_index());
   over_.erase(tenant.key);
   tenants_.erase(tenant);

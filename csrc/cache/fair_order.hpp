@@ -46,8 +46,8 @@ class FairOrder {
     file(line);
   }
 
-  // Returns the item that was used longest ago among those of heavy owners for which `fits` is true; null: none is.
-  // Few items may be unfit.
+  // Returns the item that was used longest ago among those of heavy owners for which `fits` is true; null: there is
+  // none. It is fast only if few items do not fit.
   template <class Fits>
   Item* oldest(Fits fits) const {
     std::uint64_t best = std::numeric_limits<std::uint64_t>::max();

@@ -11,10 +11,10 @@
 namespace agentspec {
 namespace {
 
-constexpr double kPiece = 1e-4;           // about the seconds of CPU time between two looks at whether a step waits
-constexpr std::int64_t kSlice = 200'000;  // CPU time for which the indexing thread keeps the lock at most, in ns
+constexpr double kPiece = 1e-4;           // CPU time between two looks at whether a step waits, in s, about
+constexpr std::int64_t kSlice = 200'000;  // longest CPU time for which the indexing thread keeps the lock, in ns
 
-// The engine's threads come first. Only Linux has priorities of threads.
+// Gives this thread the lowest priority, so that the engine's threads come first. Only Linux has priorities of threads.
 void yield_to_others() {
 #ifdef __linux__
   setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), 19);
@@ -28,8 +28,8 @@ void index(SuffixIndex& index, WorkBudget& budget) {
 
 }  // namespace
 
-// Indexes pending positions of a request, its prediction first and what it may quote last, and its entries, and removes
-// dropped ones.
+// Indexes pending positions of a request (a prediction before its text, quotable text after it) and of its entries, and
+// removes dropped ones.
 void Cache::advance(Request& request, WorkBudget& budget) {
   for (SuffixIndex* waiting : request.in_order()) {
     if (waiting->pending() == 0) continue;

@@ -9,8 +9,8 @@
 
 namespace agentspec {
 
-// Builds a session and the family whose root it is from stored turns, beside the cache, so that no step waits for their
-// indexing.
+// Builds a session, and the family whose root it is, from stored turns. It does so beside the cache, so that no step
+// waits for the indexing.
 class PreparedSession {
  public:
   // `key`: the session's. `kept_context`: see Drafter.
@@ -37,7 +37,7 @@ class PreparedSession {
   Corpus responses_;
 };
 
-// Returns the last `count` tokens in front of a turn's response: of its prompt, behind the end of the context before.
+// Returns the last `count` tokens in front of a turn's response. `context`: the end of the context that it continues.
 std::vector<Token> context_of_response(std::vector<Token> context, const Turn& turn, std::size_t count);
 
 }  // namespace agentspec

@@ -11,21 +11,21 @@ bool is_same(Token in_text, Token in_row) {
   return in_text == in_row || (in_text < kBoundary && in_row == placeholder_of(in_text));
 }
 
-// Lets no request draft from one whose text goes or changes.
+// Makes other requests forget a sibling whose text goes or changes.
 void forget_in_siblings(const Request& gone) {
   for (Request* member : gone.group->members) {
     if (member->sibling == &gone) member->forget_sibling();
   }
 }
 
-// Returns whether siblings may draft from a request, and it from them: an erased session takes no part.
+// Returns whether siblings may draft from a request, and it from them. A request of an erased session takes no part.
 bool takes_part(const Request& request) { return !request.session || !request.session->gone; }
 
 }  // namespace
 
 void Request::begin(const Drafter& drafter, std::span<const Token> prompt) {
   prompt_length = state.begin = prompt.size();
-  std::size_t held_from = 0, held_to = 0;  // what the session holds of it
+  std::size_t held_from = 0, held_to = 0;  // the part of the prompt that the session holds
   if (session && !session->gone) {
     blocks.clear();
     ContextHash().add(prompt, blocks);
@@ -78,7 +78,8 @@ Verified Request::take(Drafter& drafter, const SuffixIndex* public_corpus, std::
   if (tokens.empty()) return verified;
   bool right = true;
   for (std::size_t d = 0; d < std::min(draft.taken.size(), num_verified); ++d) {
-    const Token token = draft.taken[d].token;  // kBoundary: forgotten. A step gives the accepted tokens and one more
+    // kBoundary: the token was forgotten. It was accepted if tokens follow: a step gives those accepted and one more.
+    const Token token = draft.taken[d].token;
     right = right && d < tokens.size() && (token == kBoundary ? d + 1 < tokens.size() : tokens[d] == token);
     const std::size_t source = source_of(draft.taken[d]);
     ++verified.drafted[source];

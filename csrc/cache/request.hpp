@@ -21,8 +21,8 @@ struct Verified {
   BySource accepted{}, drafted{};
 };
 
-inline constexpr std::size_t kAskedSiblings = 8;   // running requests of a group that one of them asks in each step,
-inline constexpr std::size_t kAskedTokens = 1024;  // and tokens of its end that it asks all but the present sibling for
+inline constexpr std::size_t kAskedSiblings = 8;   // most requests of its group into which a request looks in a step
+inline constexpr std::size_t kAskedTokens = 1024;  // tokens of its end that it looks up in all but the present sibling
 
 struct Request {
   std::shared_ptr<Session> session;
@@ -30,29 +30,29 @@ struct Request {
   std::shared_ptr<Tenant> tenant;
   std::shared_ptr<Learned> learned;
   SuffixIndex index;       // the whole text; only what the session does not hold is findable
-  SuffixIndex prediction;  // what the caller expects as the response, behind the end of the prompt; or what the
+  SuffixIndex prediction;  // the response that the caller expects, behind the end of the prompt; or text that the
                            // response may quote; mostly empty
-  bool quotes = false;     // `prediction` is what it may quote
+  bool quotes = false;     // whether `prediction` is text that it may quote
   bool shared = false;     // it drafts from its tenant's responses and adds its own
   bool own_group = false;  // its group is the family whose root its session is
   std::size_t prompt_length = 0;
   std::vector<std::uint64_t> blocks;  // hashes of the prompt at its block boundaries, if there is a session
   Request* sibling = nullptr;         // another running request of its group whose text it drafts from
-  std::size_t next_asked = 0;         // place among the group's running requests of the one to look into next
+  std::size_t next_asked = 0;         // index in the group's `members` of the request to look into next
   MatchState state;
   Draft draft;
   Size counted;                  // its part of the sums over all that is held
-  std::size_t learned_bytes = 0;  // of `learned` when it was counted last
+  std::size_t learned_bytes = 0;  // size of `learned` when it was counted last
 
   // Puts the prompt into the empty index.
   void begin(const Drafter& drafter, std::span<const Token> prompt);
-  // Lets it draft from what the caller expects as its response, behind the end of `prompt`; or, where nothing is
-  // expected, from what the response may quote.
+  // Lets it draft from the response that the caller expects, behind the end of `prompt`. If none is expected, lets it
+  // draft from text that the response may quote.
   void predict(const Drafter& drafter, std::span<const Token> prompt, std::span<const Token> expected,
                std::span<const Token> quotable);
   // Returns whether the engine's row begins with the text. Compares the last kMaxDraft + 1 tokens: a step adds no more.
   bool goes_on_in(std::span<const Token> row) const;
-  // Cuts the text to what the engine's row still begins with: the engine took back the rest.
+  // Cuts the text to the beginning that it shares with the engine's row, because the engine took back the rest.
   void rewind(const Drafter& drafter, std::span<const Token> row);
   // Adds verified tokens. Returns how the draft's first `num_verified` tokens, which were verified, fared.
   Verified take(Drafter& drafter, const SuffixIndex* public_corpus, std::span<const Token> tokens,
@@ -63,8 +63,8 @@ struct Request {
   // Joins its group's running requests, and leaves them.
   void join();
   void leave();
-  // Chooses the sibling whose text has the longest match of this text's end. Asks the present sibling and, in turn,
-  // others.
+  // Chooses the sibling whose text has the longest match of this text's end. Looks into the present sibling and, in
+  // turn, into others.
   void choose_sibling();
   void forget_sibling();
 
@@ -77,7 +77,7 @@ struct Request {
   void forget_public();
   // Returns the entries that it drafts from and adds to; null where there is none.
   std::array<CacheEntry*, 3> entries() const { return {session.get(), group.get(), tenant.get()}; }
-  // Returns the entry whose learned state it uses and adds to; null: it has its own.
+  // Returns the entry whose learned state it uses and adds to; null: it has its own state.
   CacheEntry* teacher() const { return shared ? static_cast<CacheEntry*>(tenant.get()) : session.get(); }
   DraftRequest for_drafter(const SuffixIndex* public_corpus);
   // Returns a candidate's source as users see it: the family of a root counts as the session.

@@ -1,4 +1,4 @@
-// Saves and loads what a cache holds beside running requests: the calls of Cache, and of CacheEntries below them.
+// Saves and loads the entries of a cache, without running requests: the calls of Cache and those of CacheEntries.
 #include <algorithm>
 #include <stdexcept>
 #include <thread>
@@ -12,7 +12,7 @@ namespace {
 constexpr std::uint64_t kEndOfEntries = 0, kOfTenant = 1, kOfEntry = 2;  // what follows in a snapshot
 constexpr std::size_t kSavedAtOnce = std::size_t{128} << 10;  // bytes; larger entries are frozen and copied in slices
 
-// Saves or loads `learned`, if there is any. A reranker of another size stays new: another budget made it.
+// Saves or loads `learned`, if there is any. Does not load a reranker whose size differs, as under another budget.
 template <class Archive>
 void describe(Archive& archive, std::shared_ptr<Learned>& learned, const PolicySettings& settings, unsigned bits) {
   std::uint64_t there = learned != nullptr;
@@ -44,7 +44,7 @@ bool CacheEntries::save_some(const EntryMap<Entry>& map, SnapshotWriter& writer,
     if (writer.gathered() > 0 && (large || writer.gathered() > kSavedAtOnce)) return true;
     next.begun = true;
     next.key = entry.key;
-    if (entry.tenant && entry.tokens() == 0) continue;  // only a running request knows it
+    if (entry.tenant && entry.tokens() == 0) continue;  // it exists only for a running request
     writer.number(entry.tenant ? kOfEntry : kOfTenant);
     writer.string(entry.key);
     if (entry.tenant) writer.string(entry.tenant->key);
@@ -81,7 +81,7 @@ void CacheEntries::thaw(CacheEntry& entry) {
   if (!entry.gone) count(entry);
 }
 
-// Makes the entry that comes next in a snapshot, still empty. Returns null at the end of the entries.
+// Makes the next entry of a snapshot, still empty. Returns null behind the last one.
 std::shared_ptr<CacheEntry> CacheEntries::load_name(SnapshotReader& reader) {
   const std::uint64_t kind = reader.number();
   if (kind == kEndOfEntries) return nullptr;
@@ -163,7 +163,7 @@ bool Cache::save(const std::string& path, const std::string& identity, const std
     });
     if (whole) {
       again = false;
-    } else {  // it was erased, evicted or cut: tried again once, as it is now
+    } else {  // it was erased, evicted or cut meanwhile: saves it once more, as it is now
       writer.rewind(mark);
       if (!again) next = here;
       more = true;

@@ -13,7 +13,8 @@ std::size_t common_prefix(std::span<const Token> a, std::span<const Token> b) {
 
 }  // namespace
 
-// Returns where a context ends, unless more than `most_missing` tokens in front of it aren't here.
+// Returns where a context ends; nothing if its place is unknown or if more than `most_missing` of its tokens lack their
+// text.
 std::optional<Position> Session::position_of(std::uint64_t hash, std::size_t most_missing) const {
   const auto found = places_.find(hash);
   if (found == places_.end() || found->second == kNowhere) return std::nullopt;
@@ -56,8 +57,8 @@ std::optional<Prefix> Session::find(std::span<const Token> prompt, std::span<con
   return longest({}, position_of(0), prompt, blocks, kNowhere);
 }
 
-// Returns the longest known prefix of a context that goes on behind `from` with `tokens`, if it is at least as long as
-// `from`, which ends at `position`, if that is known. At most `most_missing` tokens in front of it aren't here.
+// Returns the longest known prefix of the context `from` + `tokens` that is at least as long as `from`, and of which at
+// most `most_missing` tokens lack their text. `position`: where `from` ends, if that is known.
 std::optional<Prefix> Session::longest(ContextHash from, std::optional<Position> position,
                                        std::span<const Token> tokens, std::span<const std::uint64_t> blocks,
                                        std::size_t most_missing) const {
@@ -119,13 +120,14 @@ void Session::find_parent(Turn& turn) const {
   }
 }
 
-// Two texts of one context are rare: the first stays, unless nothing is known in front of it.
+// Sets the place of a context. If it has one already, which is rare, that stays unless no text is known in front of it.
 void Session::set_place(std::uint64_t hash, Position position) {
   const auto [known, is_new] = places_.try_emplace(hash, position);
   if (!is_new && (known->second == kNowhere || before(known->second).empty())) known->second = position;
 }
 
-// Begins a document of text that goes on with `first` behind a context, whose end is here if `prefix` is set.
+// Begins a document for text that continues a context with the token `first`. `prefix`: where the context ends, if its
+// end is here.
 void Session::begin_document(const std::optional<Prefix>& prefix, ContextHash context, Token first) {
   const auto start = static_cast<Position>(text_.size());
   if (start > 0) text_.append_boundary();
@@ -162,7 +164,7 @@ bool Session::append(const Turn& turn, std::span<const std::uint64_t> prompt_blo
       begin_document(prefix, context, tokens[known]);
       if (!prefix && turn.kept % kBlock != 0) places_.try_emplace(turn.block, kNowhere);
     }
-    const std::size_t begin = text_.size() - known;  // where all of the tokens would begin
+    const std::size_t begin = text_.size() - known;  // where the turn's tokens would begin if all were appended here
     text_.append(tokens.subspan(known));
     for (std::size_t b = 0; b < blocks.size(); ++b) {
       const std::size_t count = (turn.kept / kBlock + b + 1) * kBlock - turn.kept;

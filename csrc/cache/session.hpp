@@ -26,7 +26,7 @@ struct Turn {
   std::span<const Token> response() const { return std::span(tokens).subspan(prompt_tail); }
 };
 
-// Names a prefix of a context: its first `length` tokens. A session has the last of them before text[position].
+// Names a prefix of a context: its first `length` tokens. In the session's text it ends in front of text[position].
 struct Prefix {
   std::size_t length;
   Position position;
@@ -45,7 +45,7 @@ class Session final : public CacheEntry {
   // Returns the longest prefix of a prompt that the session knows; the text of its beginning may be missing. `blocks`
   // holds the prompt's hashes at the block boundaries.
   std::optional<Prefix> find(std::span<const Token> prompt, std::span<const std::uint64_t> blocks) const;
-  // Counts the tokens in front of the context at a place whose text isn't here.
+  // Returns how many tokens at the beginning of the context at a place lack their text.
   std::uint32_t missing_at(Position position) const;
   // Returns the last tokens of the context that a turn continues, at most kOverlap.
   std::vector<Token> context_of(const Turn& turn) const;
@@ -53,14 +53,14 @@ class Session final : public CacheEntry {
   void find_parent(Turn& turn) const;
 
   bool holds(std::uint64_t record) const { return records_.contains(record); }
-  // Appends what is new in a turn. Returns whether anything was. `prompt_blocks`: the hashes of its prompt, the context
-  // included, at its block boundaries, where they are known.
+  // Appends the part of a turn that is new. Returns whether there was any. `prompt_blocks`: the hashes of the whole
+  // prompt, the context included, at its block boundaries, if they are known.
   bool append(const Turn& turn, std::span<const std::uint64_t> prompt_blocks = {});
   // Returns whether it holds the other's records, and as much text: the other may hold turns without a record.
   bool holds_all_of(const Session& other) const;
-  // Takes over all that `from` holds, and leaves it empty. Returns the former index.
+  // Replaces all that it holds by what `from` holds, and empties `from`. Returns the former index.
   SuffixIndex take_over(Session& from);
-  // Forgets all that was said.
+  // Forgets all text and turns.
   void clear();
   // Cuts the text to its newest `tokens` tokens, and forgets the places and records of the rest. Returns the former
   // index.
@@ -93,13 +93,13 @@ class Session final : public CacheEntry {
   static constexpr Position kNowhere = ~Position{0};
 
   struct Document {
-    ContextHash context;    // that it continues
-    Position parent;        // where that ends; kNowhere: it isn't here
+    ContextHash context;    // the context that it continues
+    Position parent;        // where that context ends; kNowhere: its end isn't here
     Position start, begin;  // of its boundary, and of the text that is its own
-    std::uint32_t missing;  // tokens in front of it whose text isn't here
+    std::uint32_t missing;  // tokens at the beginning of the context whose text isn't here
   };
   using Positions = std::unordered_map<std::uint64_t, Position>;
-  struct Entry {  // of one of them, in a snapshot
+  struct Entry {  // of such a map, in a snapshot
     std::uint64_t hash, position;
   };
 
@@ -119,7 +119,7 @@ class Session final : public CacheEntry {
   SuffixIndex text_;
   std::vector<Document> documents_;  // in the order of their text
   // Ends of contexts, by hash: at block boundaries, behind the first token of each document, and at turns' ends.
-  // kNowhere stands for a boundary whose text isn't here, but text of its block is.
+  // kNowhere stands for a boundary whose text isn't here although text behind it in its block is.
   Positions places_;
   Positions records_;                // ends of the turns that came from or went to the store
   ContextHash newest_;               // context of the turn that was appended last

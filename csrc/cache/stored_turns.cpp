@@ -1,4 +1,4 @@
-// Brings stored turns into Cache: what other processes said, and this one before it was restarted.
+// Adds stored turns to Cache: those of other processes, and those of this one from before a restart.
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -8,7 +8,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kLearnedContext = 512;  // tokens of a prompt that drafts see, when learning from a stored turn
+constexpr std::size_t kLearnedContext = 512;  // tokens of the prompt that drafts see when a stored turn is learned from
 constexpr std::size_t kLearnedPerSlice = 8;   // drafts learned from between two looks at other callers
 
 }  // namespace
@@ -23,7 +23,7 @@ bool Cache::find_held(Names names, Request& to) {
     to.group = entries_.find_group(*names.group);
   } else if (names.session) {
     to.group = entries_.find_family_of(names);
-    if (!to.group && to.session) {  // it comes with the session
+    if (!to.group && to.session) {  // the family exists wherever the session does
       names.owner = &to.session->owner->name;
       to.group = entries_.group(names, to.tenant);
     }
@@ -85,8 +85,8 @@ void Cache::restore(Names names, Turn turn, bool held_only) {
   entries_.evict(to.tenant.get());
 }
 
-// Drafts once, and takes in what a step would have accepted of the draft and the token behind it. `left`: the text that
-// follows. Returns how many tokens of it were taken in.
+// Drafts once, and takes in the tokens that a step would have accepted, and the one behind them. `left`: the rest of
+// the response. Returns how many of its tokens were taken in.
 std::size_t Cache::replay_step(Request& request, std::span<const Token> left, double cost) {
   drafter_->draft(request.for_drafter(public_.get()), draft_limit(kMaxDraft), cost);
   const auto& draft = request.draft.taken;
