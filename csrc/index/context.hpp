@@ -13,11 +13,11 @@ namespace agentspec {
 using Token = std::int32_t;
 using Position = std::uint32_t;
 
-inline constexpr Token kBoundary = -1;  // between documents: ends every context, matches nothing, not even itself
+inline constexpr Token kBoundary = -1;  // between documents; ends every context and matches nothing, not even itself
 inline constexpr std::size_t kPad = 8;  // boundaries in front of a text, so that reading backwards needs no limit
 
 // Maps a token that the model reads but cannot say, such as the placeholder of an image, to its form in a text, and
-// back. Nothing that is negative in a text is drafted.
+// back. No negative token of a text is drafted.
 inline constexpr Token placeholder_of(Token token) { return -2 - token; }
 
 // Tokens of context that are kept in front of a text, so that its first tokens can be matched.
@@ -30,8 +30,8 @@ inline std::span<const Token> last_of(std::span<const Token> tokens, std::size_t
 // Returns the sort order of a token: the boundary comes first, then tokens by their number.
 inline std::uint32_t rank_of(Token token) { return static_cast<std::uint32_t>(token) + 1; }
 
-// Holds the last four tokens of a context, so that most comparisons need not read the text. A 0 says that the context
-// ended there, and all behind it is 0 too.
+// Holds the ranks of the last four tokens of a context, so that most comparisons need not read the text. A 0 says that
+// the context ends there; the ranks behind it are 0 too.
 struct Key {
   std::uint64_t high = 0, low = 0;
 
@@ -75,7 +75,7 @@ struct Query {
 
   const Token* end;
   std::size_t length;
-  std::size_t deepest;  // tokens in front of `end` that are there
+  std::size_t deepest;  // tokens that exist in front of `end`
   Position position;
   Tie tie;
   Key key;
@@ -100,7 +100,7 @@ struct Order {
 };
 
 // Compares the query with the context of an indexed position; `skip` tokens are known to agree. Never reads in front of
-// a text, even if that is wrong, as in a forged snapshot.
+// a text, even if `skip` is wrong, as it can be with a forged snapshot.
 inline Order compare(const Query& query, const Token* text, Position position, std::size_t skip) {
   const Token* const a = query.end;
   const Token* const b = text + position;

@@ -47,7 +47,8 @@ class Packer {
   unsigned bits_, depth_;
 };
 
-// The positions from `begin` up to, but not at, `end` in the order so far: their contexts agree as far as was looked.
+// Names the positions from `begin` up to, but not at, `end` in the order so far. Their contexts agree as far as they
+// were compared.
 struct Group {
   std::uint32_t begin, end;
 };
@@ -60,8 +61,8 @@ void push(Buffer<T>& items, T item) {
 
 }  // namespace
 
-// Doubles the depth of what is sorted (Manber and Myers 1993; groups that still agree only, as Larsson and Sadakane
-// 2007): contexts that agree in `depth` tokens are in the order of the contexts that lie `depth` tokens further back.
+// Sorts by prefix doubling (Manber and Myers 1993), in each round only the groups that still agree (Larsson and
+// Sadakane 2007). Contexts that agree in `depth` tokens have the order of the contexts `depth` tokens further back.
 Buffer<Position> sort_contexts(const Token* text, Position begin, Position end) {
   const std::size_t count = end - begin;
   const Packer packer(text, begin, end);
@@ -88,7 +89,7 @@ Buffer<Position> sort_contexts(const Token* text, Position begin, Position end) 
     first = i + 1;
   }
   for (std::size_t depth = packer.depth(); !groups.empty(); depth *= 2) {
-    Buffer<Group> left;  // that still agree
+    Buffer<Group> left;  // groups that still agree
     for (std::size_t g = 0; g < groups.size(); ++g) {
       const auto [low, high] = groups[g];
       for (std::uint32_t i = low; i < high; ++i) ordered[i - low] = {ranks[sorted[i] - begin - depth], sorted[i]};

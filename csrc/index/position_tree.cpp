@@ -137,10 +137,10 @@ void PositionTree::insert(const Token* text, Place place, Position position) {
   if (place.slot == 0) set_first(text, place.chunk, place.leaf);
 }
 
-// Fills leaves from half to five sixths, by turns: leaves that are filled alike all split at the same time later, and
-// then the tree takes twice the memory.
+// Fills leaves unequally, from half to five sixths. Equally filled leaves would all split at about the same time later,
+// and then the tree would take twice the memory.
 void PositionTree::build(const Token* text, std::span<const Position> sorted) {
-  constexpr std::uint32_t kLeast = kLeaf / 2, kSpread = kLeaf / 3, kStep = 8;  // without a common divisor with kSpread
+  constexpr std::uint32_t kLeast = kLeaf / 2, kSpread = kLeaf / 3, kStep = 8;  // kStep and kSpread are coprime
   *this = PositionTree();
   std::uint32_t rank = 0;
   for (std::uint32_t turn = 0; !sorted.empty(); turn = (turn + kStep) % kSpread) {
@@ -193,7 +193,7 @@ std::uint32_t PositionTree::new_leaf(std::uint32_t owner) {
   return number;
 }
 
-// Zeroes the new chunk. What is unused stays zero, so that snapshots contain nothing of erased text.
+// Makes a chunk of zeros. Unused fields stay zero, so that snapshots contain nothing of erased text.
 std::uint32_t PositionTree::new_chunk() {
   const auto number = static_cast<std::uint32_t>(chunks_.size());
   chunks_.resize(number + 1);
@@ -309,7 +309,7 @@ void PositionTree::split_chunk(Place& place) {
   }
 }
 
-// Joins a leaf that lost positions with a neighbour in its chunk, where both fit with room to spare.
+// Joins a leaf that lost positions with a neighbour in its chunk, if both fit into one leaf with room to spare.
 void PositionTree::merge_leaf(std::uint32_t rank, std::uint32_t at) {
   Chunk& chunk = chunk_at(rank);
   if (chunk.counts[at] == 0) {

@@ -25,8 +25,9 @@ struct Place {
 };
 
 // Holds a sequence of positions as a B+-tree of three levels: leaves of positions, chunks of leaves, and one row of
-// chunks. Leaves and chunks lie in two dense arrays: the last one fills the hole that a removed one leaves. Each is
-// stored with its first position and that position's last four tokens of context, so that a descent reads little text.
+// chunks. Leaves and chunks lie in two dense arrays: the last one fills the hole that a removed one leaves. The level
+// above each has its first position and that position's last four tokens of context, so that a descent reads little
+// text.
 // The caller owns the text. SortedPositions decides where a position belongs.
 class PositionTree {
  public:
@@ -54,15 +55,15 @@ class PositionTree {
   Position at(Place place) const { return leaf_at(place)[place.slot]; }
 
   void insert(const Token* text, Place place, Position position);
-  // Holds these positions, which are sorted, in place of all that it held.
+  // Replaces all positions by these, which must be sorted.
   void build(const Token* text, std::span<const Position> sorted);
   void erase(const Token* text, Place place);
   void rebase(Position by);  // subtracts `by` from all positions
   // Gives back up to `most` bytes of a tree that is not used any more. Returns whether all are gone.
   bool dispose(std::size_t most) { return positions_.dispose(most) && owners_.dispose(most) && chunks_.dispose(most); }
 
-  // Each moves to the nearest place that holds a position, `previous` before this one, `normalise` from this one on.
-  // Returns false if there is none. The place given may be one behind the last of its leaf.
+  // Each moves to the nearest place that holds a position: previous() before this place, normalise() from it on.
+  // Returns false if there is none. The given place may be one behind the last of its leaf.
   bool previous(Place& place) const;
   bool normalise(Place& place) const;
   // Moves forward by `count` positions, which must exist.

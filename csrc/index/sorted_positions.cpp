@@ -6,7 +6,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kScan = 16;  // leaves to look through for a position before comparing deeper contexts
+constexpr std::size_t kScan = 16;  // leaves from each end to look through for a position before comparing more tokens
 
 // Counts the keys below `key`, or with `equal` those not above it, by a binary search without branches.
 std::uint32_t count_below(const Key* keys, std::uint32_t size, const Key& key, bool equal) {
@@ -20,7 +20,8 @@ std::uint32_t count_below(const Key* keys, std::uint32_t size, const Key& key, b
   return base;
 }
 
-// Returns whether a position shares the whole query. Most that share much but not all differ at its far end.
+// Returns whether a position shares the whole query. Compares the query's far end first, because most positions that
+// share much of it but not all differ there.
 bool shares(const Query& query, const Token* text, Position position) {
   if (position < query.length || *(text + position - query.length) != *(query.end - query.length)) return false;
   return compare(query, text, position, 0).common >= query.length;
@@ -67,7 +68,7 @@ class Search {
 
   void finish() { found_.place.slot = low_; }
 
-  // Prefetches the text that the next `levels` steps may read: that of 2^levels - 1 entries. It is inlined in any case,
+  // Prefetches the text that the next `levels` steps may read: that of 2^levels - 1 entries. It is always inlined,
   // because GCC drops calls of a function that does nothing but prefetch.
   [[gnu::always_inline]] void aim(std::uint32_t levels) const {
     const std::size_t depth = skip() + 1;
@@ -110,15 +111,15 @@ class Search {
   Found found_;
   const PositionTree::Chunk* chunk_ = nullptr;
   const Position* firsts_ = nullptr;
-  std::size_t known_ = 0;  // tokens that everything in [low, high) shares with the query
+  std::size_t known_ = 0;  // tokens that all entries in [low, high) share with the query
   std::uint32_t low_ = 0, high_ = 0;
-  bool front_ = false;     // the query belongs in front of everything
+  bool front_ = false;     // the query belongs in front of all entries
 };
 
 // Runs all searches to the end of their level.
 template <std::size_t kMost>
 void step_all(std::span<Search> searches) {
-  // A few searches prefetch more than they will need, so as not to wait at each step.
+  // If there are few searches, they prefetch more than they will need, so as not to wait at each step.
   constexpr std::uint32_t kAhead = kMost > 4 ? 1 : 3;
   std::array<Search*, kMost> open;
   std::size_t count = 0;
@@ -160,8 +161,8 @@ Found SortedPositions::search(const Token* text, const Query& query) const {
   return search[0].found();
 }
 
-// Most contexts share little with any other. Where many share much, as in a text that repeats itself, the query is
-// probably longer than all of them. So the last and the first of them are compared first.
+// Most contexts share little with any other. If many share much, as in a text that repeats itself, the query is
+// probably longer than all of them and belongs at an end. So the last and the first of them are compared first.
 Found SortedPositions::search_deep(const Token* text, std::span<const Token> context, const Neighbours& known) const {
   const std::size_t shallow = std::min(context.size(), kShallow);
   Found found = search(text, Query::of_context(context, shallow, Query::Tie::kFirst));
@@ -200,8 +201,8 @@ Extent SortedPositions::extent(const Token* text, std::span<const Token> context
   return {searches[0].found().place, searches[1].found().place};
 }
 
-// Looks in the leaf first: mostly few contexts share so much, and all are in one leaf. Where they reach its edge, a
-// search finds the end; searches for both ends run side by side.
+// Looks in the leaf first: mostly few contexts share so much, and all are in one leaf. If they reach its edge, a search
+// finds the end; searches for both ends run side by side.
 Extent SortedPositions::extent(const Token* text, std::span<const Token> context, std::uint32_t length,
                                const Found& found) const {
   const std::array<Query, 2> queries{Query::of_context(context, length, Query::Tie::kFirst),
@@ -312,8 +313,8 @@ bool SortedPositions::find_between(Place low, Place high, Position position, Pla
   return false;
 }
 
-// Looks for a position in all leaves. Only a forged snapshot has one where its context does not belong; left in the
-// tree, it would outlive its text.
+// Looks for a position in all leaves. Only a forged snapshot has a position where its context does not belong. Left in
+// the tree, it would outlive its text.
 bool SortedPositions::find_anywhere(Position position, Place& place) const {
   for (place = {}; place.chunk < tree_.row().chunks.size(); ++place.chunk) {
     for (place.leaf = 0; place.leaf < tree_.chunk_at(place.chunk).size; ++place.leaf) {
@@ -338,7 +339,7 @@ bool SortedPositions::locate(const Token* text, Position position, Place& place)
 }
 
 Neighbours SortedPositions::insert_batch(const Token* text, Position begin, std::uint32_t count) {
-  if (count == 1) {  // as in most steps: arrays for many would take as long as the search
+  if (count == 1) {  // as in most steps; the arrays below would take as long as the search
     return insert_at(text, search(text, Query::of_position(text, begin)), begin);
   }
   std::array<Search, kBatch> searches;

@@ -20,14 +20,14 @@ struct Extent {
   Place low, high;
 };
 
-// Holds the positions next to a place, and how many tokens each shares with what belongs there; 0: none.
+// Holds the positions next to a place, and how many tokens each shares with the context that belongs there; 0: none.
 struct Neighbours {
   Position left = 0, right = 0;
   std::uint32_t left_common = 0, right_common = 0;
 };
 
-// Keeps positions sorted by their contexts. The caller owns the text. All functions but insertion need it as it was
-// when the positions were inserted.
+// Keeps positions sorted by their contexts. The caller owns the text, and must not change it in front of positions that
+// are here.
 class SortedPositions {
  public:
   static constexpr std::uint32_t kBatch = 16;  // searches that run side by side
@@ -38,8 +38,8 @@ class SortedPositions {
 
   // Finds where a query belongs.
   Found search(const Token* text, const Query& query) const;
-  // Finds where a whole context belongs. Stays fast if it is long and many others share much of it. What the context
-  // is known to share with some positions is not compared again.
+  // Finds where a whole context belongs. Stays fast if it is long and many others share much of it. `known`: tokens
+  // that it is known to share with two positions, which are not compared again.
   Found search_deep(const Token* text, std::span<const Token> context, const Neighbours& known = {}) const;
   // Returns the places that share `length` tokens with the context. `found`: where the context belongs, if known.
   Extent extent(const Token* text, std::span<const Token> context, std::size_t length) const;

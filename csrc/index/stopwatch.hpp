@@ -8,14 +8,15 @@
 
 namespace agentspec {
 
-// Measures the thread's CPU time since it was made. Work that is slow for some texts ends by it: no step waits.
+// Measures the thread's CPU time since it was made. It ends work that is slow for some texts early, so that no step
+// waits for it.
 class Stopwatch {
  public:
   bool over(std::int64_t nanoseconds) const { return spent() > nanoseconds; }
   std::int64_t spent() const { return now() - begin_; }  // nanoseconds
 
-  // Lets the stopwatches of the whole process run. Tests against the oracle, which knows no clock, switch them off:
-  // then a slow machine gives the same answers as a fast one.
+  // Lets the stopwatches of the whole process run. Tests against the oracle, which knows no clock, switch them off, so
+  // that a slow machine gives the same answers as a fast one.
   static inline std::atomic<bool> watched = true;
 
  private:
@@ -76,7 +77,7 @@ class WorkBudget {
     return result;
   }
 
-  static constexpr std::size_t kPiece = 64;
+  static constexpr std::size_t kPiece = 64;     // positions between two looks at the clock
   static constexpr std::size_t kAtOnce = 2048;  // most positions that are sorted between two looks at the clock: .2 ms
 
  private:
@@ -85,7 +86,7 @@ class WorkBudget {
     return static_cast<std::size_t>(std::max<std::int64_t>(time_ - spent_, 0)) / kSortTime;
   }
 
-  // From so many positions and seconds on the caller waits until all is done, and no look at the clock is needed.
+  // A caller with budgets from these on waits until all is done, so all pending positions may be sorted in one go.
   static constexpr std::size_t kAll = std::size_t{1} << 24;
   static constexpr double kPatient = 10.0;
   static constexpr std::size_t kSortTime = 100;  // ns that sorting a position takes at most, as in a text that repeats

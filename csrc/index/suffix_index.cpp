@@ -16,10 +16,10 @@ namespace {
 constexpr std::size_t kLargest = 0xFFFFFF00u;      // positions fit 32 bits
 constexpr std::uint32_t kDeep = 512;              // shared tokens from which on insert_next() pays
 constexpr std::size_t kDeepSome = 8;              // positions that insert_next() indexes between looks at the clock
-constexpr std::int64_t kDeepTime = 100'000;       // ns that a call may spend on them
-constexpr std::size_t kSorted = 32;               // pending positions that are worth sorting,
-constexpr std::size_t kMostSorted = std::size_t{1} << 20;  // and most positions of a text that is, which takes memory
-constexpr Position kMoved = 1024;                // released positions of a small index that are worth moving the others
+constexpr std::int64_t kDeepTime = 100'000;       // ns that a call may spend in insert_next()
+constexpr std::size_t kSorted = 32;               // fewest pending positions that are worth sorting
+constexpr std::size_t kMostSorted = std::size_t{1} << 20;  // most positions of a text to sort, because it takes memory
+constexpr Position kMoved = 1024;                // fewest released positions of a small index worth moving the others
 constexpr Position kRebase = Position{1} << 31;  // released positions from which on all others are moved down
 
 }  // namespace
@@ -81,7 +81,7 @@ std::size_t SuffixIndex::advance(std::size_t budget) {
     }
     next_ = range.begin + count;
     for (std::uint32_t i = 0; i < count; ++i) mark(range.begin + i, true);
-    ++version_;  // a place that was remembered before is out of date for the next round, too
+    ++version_;  // in each round, because a place that was remembered before is out of date for the next one, too
     range.begin += count;
     done += count;
     if (range.begin == range.end) pending_.pop_front();
@@ -91,7 +91,7 @@ std::size_t SuffixIndex::advance(std::size_t budget) {
 }
 
 std::size_t SuffixIndex::piece(std::size_t most) const {
-  const std::size_t all = size() - released_;  // positions that would be sorted, those of no use included
+  const std::size_t all = size() - released_;  // positions that would be sorted, those that are not indexed included
   const bool pays = pending_count_ >= kSorted && pending_count_ <= most && 3 * pending_count_ >= 2 * all;
   return pays && all <= kMostSorted ? pending_count_ : 0;
 }
@@ -113,9 +113,9 @@ std::size_t SuffixIndex::sort() {
   return std::exchange(pending_count_, 0);
 }
 
-// Indexes the position after the last one. If the neighbours there were followed by the same token, the positions
-// behind them are the neighbours here and share one token more, so long contexts need not be compared again. Without
-// this a text that repeats itself would take quadratic time.
+// Indexes the position after the last one. If the same token follows the last one's neighbours, the positions behind
+// them are the neighbours here and share one token more, so long contexts need not be compared again. Without this, a
+// text that repeats itself would take quadratic time.
 void SuffixIndex::insert_next(Position position) {
   const Token* const text = text_.data() + kPad;
   const Query query = Query::of_position(text, position);
@@ -167,8 +167,8 @@ void SuffixIndex::look_up(std::span<const Token> context, Match& match, KnownEnd
   list(sorted_.extent(text, context, length, found), length, match);
 }
 
-// Returns what positions share with a context that has become longer: those behind the known ones, if the new tokens
-// stand there too.
+// Returns positions that share much of a context that has become longer, and how much: those behind the known ones, if
+// the new tokens stand there too.
 Neighbours SuffixIndex::still_near(std::span<const Token> context, const KnownEnd& known) const {
   Neighbours near = known.near;
   if (known.length > context.size()) return {};
@@ -186,14 +186,14 @@ Neighbours SuffixIndex::still_near(std::span<const Token> context, const KnownEn
   return near;
 }
 
-// Remembers where the end of the text belongs, if that is the context. The place is right for the whole text where the
-// tokens that the search compared decide its order among all others. A boundary decides nothing: behind it, the order
-// depends on the position.
+// Remembers where the end of the text belongs, if the context ends there. The place is right for the whole text if the
+// tokens that the search compared decide its order among all others. A boundary among them does not: behind it, the
+// order depends on the position.
 void SuffixIndex::remember_end(std::span<const Token> context, const Found& found) const {
   const Token* const end = text_.data() + text_.size();
   if (context.data() + context.size() != end) return;
   end_ = {};
-  const std::size_t decided = std::max(found.left, found.right) + std::size_t{1};  // tokens that decide
+  const std::size_t decided = std::max(found.left, found.right) + std::size_t{1};  // tokens that decide the order
   if (decided > std::min(context.size(), SortedPositions::kShallow)) return;
   if (std::find(end - decided, end, kBoundary) != end) return;
   end_ = {static_cast<Position>(size()), version_, found};
@@ -347,8 +347,7 @@ std::size_t SuffixIndex::indexed_in(Position begin, Position end) const {
   return count;
 }
 
-// Throws unless the parts refer to each other as they do in an index: its tree holds each marked position once, and no
-// pending one.
+// Throws unless the loaded parts fit together: the tree holds each marked position once, and no pending one.
 void SuffixIndex::restore(SnapshotReader& reader, std::span<const Range> pending) {
   bool right = text_.empty() ? released_ == 0 : text_.size() >= kPad && released_ <= size();
   right = right && text_.released() <= released_ && marks_.released() <= released_ / kMarks && size() < kLargest;

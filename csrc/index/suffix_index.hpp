@@ -14,7 +14,7 @@
 
 namespace agentspec {
 
-inline constexpr std::size_t kWindow = 32;  // occurrences that a match lists
+inline constexpr std::size_t kWindow = 32;  // most occurrences that a match lists
 static_assert(kWindow <= PositionTree::kMostPicked);
 inline constexpr std::size_t kMarks = 64;   // bits in a word of marks
 
@@ -30,8 +30,8 @@ struct Match {
   void clear() { length = count = listed = 0; }
 };
 
-// Remembers next to which positions a context belonged, so that a look-up of the context with more tokens behind it
-// need not compare again what they share. Valid while nothing is removed from the index.
+// Remembers between which positions a context belonged. When the context has become longer, a look-up need not compare
+// the tokens again that it shares with them. Valid while nothing is removed from the index.
 struct KnownEnd {
   std::size_t length = 0;  // of the context
   Neighbours near;
@@ -50,16 +50,16 @@ class SuffixIndex {
   void append_boundary();
 
   // Indexes at most `budget` pending positions, oldest first. Returns how many. Among repeats of thousands of tokens,
-  // which can take a hundred times as long, the clock ends the call early, but not before the first position. Where
-  // piece(budget) says so, all is sorted anew, which takes a third to an eighth of the time.
+  // which can take a hundred times as long, the clock ends the call early, but not before the first position. If
+  // piece(budget) is not 0, the call sorts all positions anew, which takes a third to an eighth of the time.
   std::size_t advance(std::size_t budget);
 
   // Returns how many pending positions are best indexed at once: all, if at most `most` are pending and make up two
-  // thirds of the text; otherwise 0, as any number is as good.
+  // thirds of the text; otherwise 0, because then any number is as good.
   std::size_t piece(std::size_t most) const;
 
-  // Finds the longest match of the context among the indexed positions. Clears `match` if there is none. `known`: what
-  // an earlier look-up found for the beginning of the same context, which is brought up to date.
+  // Finds the longest match of the context among the indexed positions. Clears `match` if there is none. `known`: where
+  // an earlier look-up found the beginning of the same context; the call updates it.
   void look_up(std::span<const Token> context, Match& match, KnownEnd* known = nullptr) const;
 
   // Finds the occurrences of exactly the last `length` tokens of the context. Clears `match` if there are none.
@@ -70,20 +70,21 @@ class SuffixIndex {
   // whose preceding position is not indexed (at the first findable token of a document).
   bool follow(Token token, Match& match) const;
 
-  // Removes positions of [begin, end), which must be whole documents, from the index, newest first and at most
-  // `budget`. Overwrites their text with boundaries and moves `end` down to what is left. Pending positions there will
-  // never be indexed. Returns how many were removed; fewer than `budget` means all of them.
+  // Removes at most `budget` positions of [begin, end), which must be whole documents, from the index, newest first.
+  // Overwrites their text with boundaries and moves `end` down to the end of the rest. Pending positions there will
+  // never be indexed. Returns how many were removed; fewer than `budget` means that none are left.
   std::size_t remove(Position begin, Position& end, std::size_t budget);
 
-  // Frees the memory of everything before `position`, which must have been removed. Returns what the caller must
-  // subtract from every position it keeps: mostly 0. A small index is moved to the front of its memory where it `may`
-  // be and that pays; a large one once in billions of tokens, when positions would run out.
+  // Frees the memory of all text before `position`, which must have been removed. Returns the number that the caller
+  // must subtract from every position that it keeps: mostly 0. The call moves a small index to the front of its memory
+  // if it `may_move` and that pays, and a large one once in billions of tokens, when positions would run out.
   [[nodiscard]] Position release_before(Position position, bool may_move);
 
   // Forgets everything but the version, which goes on.
   void clear();
 
-  // Takes the place of this index and returns it. The version goes on, so that no match of either is valid any more.
+  // Replaces this index by `with`, and returns the former one. The version goes on, so that no match of either is valid
+  // any more.
   SuffixIndex replace(SuffixIndex with);
 
   // Gives back up to about `most` bytes of an index that is not used any more. Returns whether all are gone.
@@ -103,8 +104,8 @@ class SuffixIndex {
   std::size_t indexed() const { return sorted_.tree().size(); }
   std::size_t bytes() const;  // in memory now
 
-  // While it is frozen, tokens may be appended, but what describe() saves stays as it is: nothing is indexed. Removing
-  // and clearing thaw it.
+  // While an index is frozen, tokens may be appended, but all that describe() saves stays as it is: nothing is indexed.
+  // Removing and clearing thaw it.
   void freeze(bool frozen) { frozen_ = frozen; }
   bool frozen() const { return frozen_; }
 
@@ -125,9 +126,9 @@ class SuffixIndex {
     Position begin, end;
   };
 
-  // Tells where the end of the text belongs, as a look-up found it. The token appended next needs no search of its own.
+  // Tells where the end of the text belongs, as a look-up found it, so that indexing it needs no search of its own.
   struct FoundEnd {
-    Position position = 0;      // of that token; 0: unknown
+    Position position = 0;      // the end of the text then; 0: unknown
     std::uint64_t version = 0;  // of the index at the look-up
     Found found;
   };

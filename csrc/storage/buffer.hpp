@@ -30,8 +30,8 @@ std::size_t set_bytes(const Set& set) {
 // Holds a growing array of plain data, whose new elements are uninitialised.
 //
 // Large arrays live in address space of their own: growing moves page tables instead of bytes (Linux), pages that were
-// never touched cost nothing, and what shrinking or release_front leaves is really given back. Small arrays grow by an
-// eighth, so that what budgets count is nearly what is used.
+// never touched cost nothing, and memory freed by shrinking or release_front really goes back to the system. Small
+// arrays grow by an eighth, so that the memory that budgets count is nearly the memory that is used.
 template <class T>
 class Buffer {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -52,7 +52,7 @@ class Buffer {
   T& operator[](std::size_t i) { return data_[i]; }
   const T& operator[](std::size_t i) const { return data_[i]; }
 
-  // Returns the bytes that it takes in memory, at most.
+  // Returns the most bytes that it can take in memory now.
   std::size_t bytes() const {
     if (!mapped_) return heap_bytes(capacity_ * sizeof(T));
     const std::size_t end = std::max(size_, touched_) * sizeof(T);
@@ -72,7 +72,8 @@ class Buffer {
     }
   }
 
-  // Frees the memory of the first `count` elements, which are not used again. Positions stay the same.
+  // Frees the memory of the first `count` elements, which must not be used again. Positions stay the same. Does nothing
+  // for small arrays.
   void release_front(std::size_t count) {
     if (!mapped_) return;
     const std::size_t end = count * sizeof(T) / granule() * granule();
@@ -103,14 +104,14 @@ class Buffer {
   static constexpr std::size_t kMapped = 256 * 1024;  // bytes from which on an array has address space of its own
 
  private:
-  // Bytes from which on huge pages are requested: random reads of so much memory mostly wait for address translation.
-  // Below, the pause for clearing such a page would be worse.
+  // Bytes from which on huge pages are requested, because random reads of so much memory mostly wait for address
+  // translation. Smaller arrays would lose more by the pause in which such a page is cleared.
   static constexpr std::size_t kHuge = 64 << 20;
   static constexpr std::size_t kHugePage = 2 << 20;
   static constexpr std::size_t kLeast = 56;  // bytes of the smallest array
   static constexpr std::size_t kSmall = 1024;  // bytes of an array on the heap from which on shrinking pays
-  static constexpr std::size_t kPopulated = 64 * 1024;  // bytes of new elements that are worth a system call
-  static constexpr std::size_t kSlack = 256 * 1024;  // bytes too few to be worth a system call
+  static constexpr std::size_t kPopulated = 64 * 1024;  // fewest bytes of new elements that are worth a system call
+  static constexpr std::size_t kSlack = 256 * 1024;  // fewest bytes that are worth a system call to give them back
 
   static std::size_t page() {
 #if defined(__unix__) || defined(__APPLE__)
@@ -155,8 +156,8 @@ class Buffer {
 #endif
   }
 
-  // Gets the memory of new elements in one go where they are many: page by page, as it is written, takes twice as long.
-  // Does nothing where the system cannot.
+  // Gets the memory of many new elements in one go, because getting it page by page as they are written takes twice as
+  // long. Does nothing if the system cannot do it.
   void populate([[maybe_unused]] std::size_t begin, [[maybe_unused]] std::size_t end) {
 #if defined(__linux__) && defined(MADV_POPULATE_WRITE)
     begin = begin / page() * page();
@@ -196,7 +197,7 @@ class Buffer {
   }
 
 #if defined(__linux__)
-  // Reserves much more address space than is needed yet, beginning where a huge page can.
+  // Reserves much more address space than is needed yet. It begins at the boundary of a huge page.
   void reserve_huge(std::size_t bytes) {
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     char* const space = static_cast<char*>(mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, flags, -1, 0));

@@ -8,7 +8,7 @@
 
 namespace agentspec {
 
-// Holds a queue of plain data in one array. Empty queues hold no memory, which matters where there are many thousands.
+// Holds a queue of plain data in one array. Empty queues hold no memory, because there may be many thousands of them.
 template <class T>
 class Queue {
  public:
@@ -38,7 +38,7 @@ class Queue {
     }
   }
   iterator insert(iterator at, T item) { return items_.insert(at, std::move(item)); }
-  // Erases one item. The next one's iterator is returned; erasing the last leaves end().
+  // Erases one item. Returns the iterator of the next one, or end().
   iterator erase(iterator at) { return items_.erase(at); }
   template <class Condition>
   void erase_if(Condition condition) {
@@ -60,7 +60,7 @@ class Queue {
   }
 
  private:
-  static constexpr std::size_t kMostWaste = 64;  // items in front whose memory is not worth moving the others
+  static constexpr std::size_t kMostWaste = 64;  // fewest removed items in front that are worth moving the others
 
   std::vector<T> items_;
   std::size_t head_ = 0;

@@ -43,11 +43,11 @@ std::uint64_t Header::sum() const { return checksum_of(this, offsetof(Header, ch
 
 std::size_t to_next(std::size_t offset, std::size_t multiple) { return (multiple - offset % multiple) % multiple; }
 
-// Makes a file that this process has locked, where the file system has locks. Others delete one that is not locked,
-// because a killed process left it: so may they between the two calls, and then another one is made. `name`: ends with
-// XXXXXX, which is replaced. Returns -1 if it cannot be made.
+// Makes a file and locks it, if the file system has locks. `name`: ends with XXXXXX, which is replaced. Returns -1 if
+// the file cannot be made. Other processes delete such a file if it has no lock, because a killed process may have left
+// it. If they delete this one before it is locked, another one is made.
 int make_locked(std::string& name) {
-  constexpr int kTries = 16;  // on a file system that counts no links, the last file is as good as the first
+  constexpr int kTries = 16;  // for a file system that counts no links, on which each file looks deleted
   const std::string pattern = name;
   for (int left = kTries;; --left) {
     name = pattern;

@@ -20,7 +20,7 @@ namespace agentspec {
 //
 // Layout, in the byte order of the machine (another one is refused): a number is 8 bytes; a string or a vector its
 // length and its bytes, padded to 8; an array its length, how many elements in front have no memory, and the bytes of
-// the others. A checksum covers all of it, and what is read is checked for sense as well.
+// the others. A checksum covers all of it. Readers also check that the values make sense.
 //
 // SnapshotWriter and SnapshotReader have the same functions, so that one function of a class, `describe(archive)`, both
 // saves and loads it. They throw std::runtime_error that says which file and what is wrong with it.
@@ -37,18 +37,18 @@ class Checksum {
 };
 
 // Writes to a temporary file beside `path`, which commit() renames: readers see the old or the new snapshot, never a
-// half. Without commit() the temporary file is removed. Its name, `path` with ".tmp" and six characters, is its own,
-// also among containers that share the folder. It is locked (flock) while it is written: one without a lock is left of
-// a process that was killed.
+// half. Without commit() the temporary file is removed. Its name, `path` with ".tmp" and six characters, is unique,
+// also among containers that share the folder. The file is locked (flock) while it is written, so a file without a lock
+// was left by a process that was killed.
 //
-// Values are gathered in memory until flush() writes them to the file, so that whoever holds a lock for the values need
-// not wait for the file. Large arrays are not gathered where they may be deferred(): flush() copies them in slices.
+// Values are gathered in memory until flush() writes them to the file, so that a caller who holds a lock for the values
+// need not wait for the file. Large arrays can be deferred: see defer().
 class SnapshotWriter {
  public:
   static constexpr bool kLoading = false;
   static constexpr std::size_t kSlice = std::size_t{128} << 10;  // bytes of an array that are copied in one go
 
-  // Tells how much of the file was written at some time.
+  // Remembers how much of the file was written at some time.
   struct Mark {
     std::uint64_t size;
     Checksum checksum;
@@ -59,7 +59,8 @@ class SnapshotWriter {
   SnapshotWriter(const SnapshotWriter&) = delete;
   SnapshotWriter& operator=(const SnapshotWriter&) = delete;
 
-  // Sets whether large arrays are copied by flush() only, and must not change until then, or at once.
+  // Sets whether large arrays are copied later, by flush() and in slices, and must not change until then. If not, they
+  // are gathered at once.
   void defer(bool deferring) { deferring_ = deferring; }
   std::size_t gathered() const { return memory_.size(); }
 
@@ -69,8 +70,8 @@ class SnapshotWriter {
   void vector(const std::vector<T>& value) {
     values(std::span(value));
   }
-  // `is_text`: it may grow at its end before flush(), and elements in front may have no memory. Other arrays keep their
-  // size: one that has another size then is another table.
+  // `is_text`: it may grow at its end before flush(), and elements in front may have no memory. If another array has
+  // another size at flush(), it is another table by then.
   template <class T>
   void array(const Buffer<T>& buffer, bool is_text = false) {
     const std::size_t size = buffer.size(), released = buffer.released(), bytes = (size - released) * sizeof(T);
@@ -85,8 +86,9 @@ class SnapshotWriter {
     deferred_.push_back({data, bytes, memory_.size()});
   }
 
-  // Writes what was gathered. `copy_locked(copy)` calls copy(), which copies a slice of an array, where that is safe,
-  // and returns its result, or false where the array is no longer what it was. Then flush() returns false: rewind().
+  // Writes the gathered values and the deferred arrays. `copy_locked(copy)` must call copy(), which copies a slice of an
+  // array, under the array's lock, and return its result; or return false if the array must not be read any more. If it
+  // returns false, flush() does too, and the caller must rewind().
   template <class CopyLocked>
   bool flush(CopyLocked copy_locked) {
     std::size_t at = 0;
@@ -116,7 +118,7 @@ class SnapshotWriter {
  private:
   struct Deferred {
     std::function<const char*()> data;  // null: the array changed
-    std::size_t bytes, at;              // its bytes, and its place in `memory_`
+    std::size_t bytes, at;              // the array's bytes, and its place in `memory_`
   };
 
   template <class T, std::size_t Extent>
@@ -194,7 +196,7 @@ class SnapshotReader {
     if (count > size_ / sizeof(T)) damaged("ends early");
     return {reinterpret_cast<const T*>(take(count * sizeof(T))), count};
   }
-  static constexpr std::size_t kMostBytes = std::size_t{1} << 35;  // of an array, those without memory included
+  static constexpr std::size_t kMostBytes = std::size_t{1} << 35;  // of an array, elements without memory included
 
   void verify() const;
   const char* take(std::size_t bytes);
