@@ -14,7 +14,7 @@ constexpr std::array<double, kLengths> kPriorLength{-2.2, -1.4, -0.9, -0.4, 0.1,
 constexpr std::array<double, kShapes> kPriorShape{0.0, -0.8, 0.6, -1.8, -1.0, 0.0, 1.0, -2.2, -1.4, -0.6, 0.6, 1.6};
 constexpr double kSecondMinus = 1.0, kResumeMinus = 0.5;
 
-constexpr double kLeast = 1e-6;  // observations assumed at least; keeps the log-odds finite
+constexpr double kLeast = 1e-6;  // fewest hits and misses that log-odds assume, so that they are finite
 
 std::size_t shape_bucket(std::size_t count, std::size_t winner) {
   if (count == 1) return 0;
@@ -60,7 +60,7 @@ AcceptanceTable::Tally AcceptanceTable::at(Cell cell) const {
   return {priors()[cell] * prior_weight_, prior_weight_};
 }
 
-// Returns a row to count in, which begins with the priors.
+// Returns a row to count in. A new one begins with the priors.
 AcceptanceTable::Row& AcceptanceTable::row_of(std::size_t number) {
   if (!places_) places_ = std::make_unique<std::array<std::uint16_t, kRows>>();
   std::uint16_t& place = (*places_)[number];
@@ -86,7 +86,7 @@ std::vector<std::uint64_t> AcceptanceTable::row_numbers() const {
   return numbers;
 }
 
-// Makes these rows and no others. Returns false if one of them cannot be.
+// Replaces all rows by new ones with these numbers. Returns false if a number is too large or there twice.
 bool AcceptanceTable::make_rows(const std::vector<std::uint64_t>& numbers) {
   places_.reset();
   rows_.clear();

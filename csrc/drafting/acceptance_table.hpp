@@ -11,17 +11,18 @@
 namespace agentspec {
 
 // Counts how often proposals were accepted: by kind, match length, agreement among the occurrences, rank of the
-// successor and depth. Priors stand in until there is enough to count. A row of cells takes memory when one of them is
-// counted first, so that a table which learned little is small.
+// successor and depth. Priors outweigh the counts until there are enough. A row of cells takes memory only once one of
+// its cells was counted in, so a table that learned little is small.
 class AcceptanceTable {
  public:
   using Cell = std::uint32_t;
   static constexpr std::size_t kKinds = 8;       // kinds of proposals: one for each source, and the resume point's
-  static constexpr std::size_t kResumeKind = 4;  // the sources behind it have the next ones
+  static constexpr std::size_t kResumeKind = 4;  // sources from this number on have the kinds behind it
 
   AcceptanceTable(double prior_weight, double memory);
 
-  // Returns the cell of a token that follows `winner` of `count` occurrences. `second`: another one follows more often.
+  // Returns the cell of a token that follows `winner` of `count` occurrences. `second`: another token follows more of
+  // them. `length`, `depth`: tokens of the match, and tokens drafted before this one.
   static Cell cell(std::size_t kind, std::size_t length, std::size_t count, std::size_t winner, bool second,
                    std::size_t depth);
   static std::size_t length_bucket(std::size_t length);  // 0 to 8
@@ -63,7 +64,7 @@ class AcceptanceTable {
   bool make_rows(const std::vector<std::uint64_t>& numbers);
   bool sound() const;
 
-  // For each row its place in `rows_`, from 1 on; 0: nothing was counted. Null until anything was.
+  // For each row its place in `rows_`, from 1 on; 0: nothing was counted in it. Null until anything was counted.
   std::unique_ptr<std::array<std::uint16_t, kRows>> places_;
   std::vector<Row> rows_;
   double prior_weight_, memory_;

@@ -15,7 +15,7 @@ constexpr std::size_t kMaxDepth = 256;  // upper bound of ArcticSettings::max_de
 
 // Lengths of context that are tried, besides the longest, if a match cannot list all occurrences.
 constexpr std::array<std::size_t, 15> kSampled{1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192};
-constexpr double kSlack = 1 + 1e-9;  // a sum of probabilities may be rounded up
+constexpr double kSlack = 1 + 1e-9;  // because a sum of probabilities may be rounded up
 
 const Token* end_of(std::span<const Token> text) { return text.data() + text.size(); }
 
@@ -35,7 +35,7 @@ class DraftLimits {
   std::size_t longest() const { return longest_; }  // tokens of context
   std::size_t operator[](std::size_t length) const { return limits_[length]; }
 
-  // Returns the length in [low, high] that allows the most; of several, the longest.
+  // Returns the length in [low, high] that allows the most tokens; of several, the longest.
   std::size_t widest(std::size_t low, std::size_t high) const {
     std::size_t best = high;
     for (std::size_t length = high; length-- > low;) {
@@ -63,14 +63,14 @@ struct Best {
   std::uint8_t source = kSources;
 };
 
-// Refers to the running response: the request's text from `begin` on. It counts as one of all responses.
+// Refers to the running response: the request's text from `begin` on. The rule counts it among the responses of all.
 struct RunningResponse {
   const SuffixIndex* index = nullptr;
   std::size_t begin = 0;
 };
 
-// Finds the best draft of one source. It tries only drafts that can still win: a limit of n tokens bounds the sum of
-// probabilities. Contexts of neighbouring lengths mostly have the same occurrences, and so the same draft.
+// Finds the best draft of one source. It tries only drafts that can still win: the sum of the probabilities of a draft
+// is at most its length. Contexts of neighbouring lengths mostly have the same occurrences, and so the same draft.
 class SourceSearch {
  public:
   // `open`: contexts up to this length count their own end as an occurrence that nothing has followed yet.
@@ -81,7 +81,8 @@ class SourceSearch {
                                  running.index ? end_of(running.index->text()) : nullptr}),
         best_(best) {}
 
-  // Finds the longest context that occurred and returns its length. `known`: the longest that the request's text has.
+  // Finds the longest context that occurred and returns its length. `known`: the longest that occurs in the request's
+  // text.
   std::size_t begin(std::size_t known) {
     if (!index_ || limits_.longest() == 0) return 0;
     index_->look_up(context_.last(limits_.longest()), longest_.match);
@@ -142,7 +143,8 @@ class SourceSearch {
   }
   bool can_win(std::size_t length) const { return can_win(length, limits_[length]); }
 
-  // Returns whether a draft wins that scores the same as the best one: the request's own wins, then the longest match.
+  // Returns whether a draft that scores the same as the best one replaces it: the request's own text goes before other
+  // sources, then the longer match.
   bool wins_level(std::size_t length) const {
     return best_.source == source_ ? length > best_.length : source_ < best_.source;
   }
@@ -206,7 +208,8 @@ class SourceSearch {
     return 0;
   }
 
-  // Returns the shortest length that could win if occurrences stay the same down to the length that allows most.
+  // Returns the shortest length that could win if all lengths down to the one that allows the most tokens have the same
+  // occurrences.
   std::size_t first_guess() {
     std::size_t low = limits_.widest(1, length_);
     if (longest_.count() == 0) return low;
@@ -235,13 +238,13 @@ class SourceSearch {
     return high - 1;
   }
 
-  // Scores the lengths from `low` to `top` by how far each occurrence agrees: those of `low` are all listed.
+  // Scores the lengths from `low` to `top` by how far each occurrence agrees. `found`: lists all occurrences of `low`.
   void by_agreement(std::size_t low, const Found& found, std::size_t top) {
     const Places places = places_of(found);
     std::array<std::size_t, kPlaces> agreed;
     for (std::size_t k = 0; k < places.size; ++k) {
-      // Nothing before the running response counts as part of it. Nothing is in front of a text, either, where a forged
-      // snapshot lists a place that does not agree.
+      // Text before the running response does not count as part of it. Nor must anything in front of a text be read, if
+      // a forged snapshot lists a place that does not agree.
       const Token* const start =
           k < found.match.listed ? index_->text().data() : running_.index->text().data() + running_.begin;
       agreed[k] = agreement(places.at[k], low, std::min<std::size_t>(top, places.at[k] - start));
@@ -319,7 +322,7 @@ void ArcticSuffixRule::draft(DraftRequest request, std::size_t limit, double) {
   SourceSearch in_own(settings_.min_token_prob, limits, own, {}, tail, tail.size(), kRequest, best);
   SourceSearch in_all(settings_.min_token_prob, limits, global, {own, begin}, tail, text.size() - begin, kGlobal, best);
   const std::size_t matched = in_own.begin(0), shared = in_all.begin(matched);
-  // Runs the longer match first: it often leaves the other nothing to win.
+  // Runs the source with the longer match first, because it often leaves the other nothing to win.
   if (shared > matched) in_all.run();
   in_own.run();
   if (shared <= matched) in_all.run();

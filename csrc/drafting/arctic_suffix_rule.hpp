@@ -4,9 +4,9 @@
 
 namespace agentspec {
 
-// Drafts as ArcticInference does, to compare with and for command lines that ask for it. After every length of context
+// Drafts as ArcticInference does, for comparisons and for command lines that ask for it. For every length of context
 // that occurred before, it follows the most frequent successors while the draft is likely enough. Of these drafts, from
-// the request's text and from the responses of all, the one with the largest sum of probabilities wins.
+// the request's text and from the tenant's responses, the one with the largest sum of probabilities wins.
 //
 // It learns nothing and drafts from neither session nor group. It indexes a whole prompt at once and keeps no context
 // in front of stored responses. It never cuts its own draft and adds nothing behind another drafter's tokens.

@@ -1,4 +1,4 @@
-// Copies drafts from the places where a context occurred. ArcticSuffixRule compares them.
+// Copies drafts from the places where a context occurred, for ArcticSuffixRule, which compares them.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace agentspec {
 
-inline constexpr std::size_t kPlaces = 2 * kWindow;  // that a source and the running response list together
+inline constexpr std::size_t kPlaces = 2 * kWindow;  // most places that a source and the running response list
 
 // Lists the places that a draft is copied from, oldest first.
 struct Places {
@@ -20,8 +20,8 @@ struct Places {
   void add(const Token* place) { at[size++] = place; }
 };
 
-// Holds the successors of a text, most frequent first, in ArcticInference's order: a token whose count rises passes the
-// equals ahead of it or, if there are none, those whose count it reaches.
+// Holds the successors of a text, most frequent first, in ArcticInference's order. A token whose count rises passes the
+// tokens ahead of it that had the same count or, if there are none, those whose count it reaches.
 class Successors {
  public:
   void add(Token token) {
@@ -60,7 +60,7 @@ class CopiedDraft {
   struct Step {
     Token token;
     double probability;    // given that the draft before it is right
-    std::uint32_t places;  // listed places that have it
+    std::uint32_t places;  // listed places that have this token next
   };
 
   // `ends`: the ends of the texts that the places are in; null for none.
@@ -94,7 +94,7 @@ class CopiedDraft {
  private:
   struct Origin {
     std::size_t places = 0;
-    std::uintptr_t sum = 0;  // checksum of the places: equally many can still differ
+    std::uintptr_t sum = 0;  // checksum of the places, because other places may be as many
     std::uint32_t count = 0;
     double whole = 0;
     std::size_t limit = 0;

@@ -42,8 +42,8 @@ struct PolicySettings {
   std::optional<ArcticSettings> arctic;  // if set, ArcticInference's rule drafts and nothing is learned
 };
 
-// Holds what verification taught about acceptance. Each tenant has one, each session that shares nothing, and each
-// request that has neither. It grows with what is learned, from nothing.
+// Holds what verification taught about acceptance. Each tenant, each session that shares nothing, and each request that
+// has neither has one of its own. It starts empty and grows as it learns.
 struct Learned {
   static constexpr unsigned kTenantBits = 18, kSessionBits = 14, kRequestBits = 12;  // reranker sizes, log2
 
@@ -62,14 +62,14 @@ struct Candidate {
   std::uint8_t source = 0;
   std::uint8_t rank = 0;           // 0: the source's most frequent successor, 1: its second, 2: the resume point's
   std::uint32_t match_length = 0;  // tokens of context that agree
-  std::uint32_t count = 0;         // occurrences that were looked at
+  std::uint32_t count = 0;         // occurrences that were examined
   double share = 0;                // part of them that the token follows
   double probability = 0;          // that it is accepted, given that the draft before it is
 };
 
 struct ScoredCandidate : Candidate {
   Position place;         // where it was found in its source
-  FeatureSlots features;  // by which the reranker learns
+  FeatureSlots features;  // slots of its features, from which the reranker learns
 };
 
 // Holds one position of a draft: its candidates, likeliest by the acceptance table first, and the token that the draft
@@ -92,8 +92,8 @@ struct ScoredPosition {
   }
 };
 
-// Holds what was drafted for one request. `path` may be longer than the draft: positions that did not pay are kept, so
-// that they can be learned from when the verified tokens reveal them. ArcticInference's rule fills `taken` only.
+// Holds the draft of one request. `path` may be longer than the draft: it keeps positions that did not pay, so that
+// they can be learned from when the verified tokens reveal them. ArcticInference's rule fills `taken` only.
 struct Draft {
   std::vector<ScoredPosition> path;
   std::vector<Candidate> taken;  // the draft's tokens
@@ -107,7 +107,7 @@ struct Draft {
     open = false;
   }
 
-  // Forgets the tokens, and what could be learned from them, but not how many there are and from where: the engine is
+  // Forgets the tokens, and what could be learned from them. Keeps their number and sources, because the engine is
   // verifying them.
   void forget_tokens() {
     path.clear();
@@ -132,11 +132,12 @@ struct ExternalDraft {
   }
 };
 
-// Remembers a place whose copy went wrong once: text often goes on there after a replaced token.
+// Remembers a place from which a draft was copied up to a wrong token. Text often goes on as there after one replaced
+// token.
 struct ResumePoint {
   std::uint8_t source = kSources;  // kSources: none
   Position place = 0;              // of the token that it proposes
-  std::uint32_t hits = 0;          // tokens that agreed since the last that did not
+  std::uint32_t hits = 0;          // hits since the last miss: tokens that it proposed rightly
   std::uint32_t misses = 0;        // misses in a row
 
   bool active() const { return source < kSources; }
@@ -147,19 +148,19 @@ struct ResumePoint {
 struct MatchState {
   std::array<Match, kSources> matches;
   std::array<std::uint64_t, kSources> versions{};  // versions of the sources when they were matched
-  KnownEnd own_end, sibling_end;  // where the text's end belonged in the indexes that only grow
+  KnownEnd own_end, sibling_end;  // where the text's end belonged in the two indexes that only grow
   ResumePoint resume;
   std::vector<Token> ends;   // tokens that end the response: nothing is drafted behind one
   std::size_t begin = 0;     // length of the context when the response began
-  std::uint8_t outcome = 0;  // the last draft's: 0 there was none, 1 wholly right, 2 not
-  bool started = false;
-  bool fresh = false;  // the matches were brought up to date and no token has come since
+  std::uint8_t outcome = 0;  // of the last draft: 0 there was none, 1 all of it was right, 2 not all
+  bool started = false;      // the matches were found once
+  bool fresh = false;        // the matches are up to date: no token has come since
 
   KnownEnd* known_end(std::size_t source) {
     return source == kRequest ? &own_end : source == kSibling ? &sibling_end : nullptr;
   }
 
-  // Forgets what was found in a source.
+  // Forgets all that was found in a source.
   void forget(std::uint8_t source) {
     matches[source].clear();
     versions[source] = 0;

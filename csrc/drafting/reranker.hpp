@@ -21,7 +21,7 @@ using FeatureSlots = std::array<std::uint32_t, kFeatures>;
 // are proposed. A candidate's log-odds are the table's plus its features' weights. AdaGrad sets the rates. A weight and
 // its squared errors lie side by side, so that a feature costs one cache line.
 //
-// There are 2^bits weights. While few of them are not 0, only these are held, in a hash table; then all are.
+// There are 2^bits weights. While few were learned, a hash table holds only these; later an array holds all.
 class Reranker {
  public:
   static constexpr std::size_t kBytesPerWeight = 8;
@@ -58,7 +58,7 @@ class Reranker {
 
   std::size_t bytes() const { return some_.bytes() + all_.bytes(); }  // in memory, beside the object itself
 
-  // Saves or loads the weights. Fewer or more of them in the file are dropped: another policy learned them.
+  // Saves or loads the weights. Drops those of the file if their number differs, as under another budget.
   template <class Archive>
   void describe(Archive& archive) {
     std::uint64_t size = this->size(), dense = this->dense();
@@ -97,7 +97,7 @@ class Reranker {
   bool dense() const { return !all_.empty(); }
   std::size_t home(std::uint32_t slot) const { return slot * 0x9E3779B1u & (some_.size() - 1); }
 
-  // Returns the entry of a slot, or the free one where it belongs. There is a free one.
+  // Returns the entry of a slot, or the free one where it belongs. There is always a free one.
   std::size_t probe(std::uint32_t slot) const {
     std::size_t at = home(slot);
     while (some_[at].slot != 0 && some_[at].slot != slot + 1) at = (at + 1) & (some_.size() - 1);
@@ -126,7 +126,7 @@ class Reranker {
     return entry.weight;
   }
 
-  // Doubles the hash table, or holds all weights from now on where that takes hardly more.
+  // Doubles the hash table, or switches to an array of all weights if that takes hardly more.
   void grow() {
     constexpr std::size_t kFewest = 16, kPays = 4;
     const Buffer<Entry> before = std::exchange(some_, {});
@@ -150,8 +150,8 @@ class Reranker {
 
   unsigned shift_;
   std::size_t count_ = 0;  // entries in `some_` that are not free
-  Buffer<Entry> some_;     // open addressing; empty if there are none or all are held
-  Buffer<Weight> all_;     // empty while only some are held
+  Buffer<Entry> some_;     // open addressing; empty if nothing was learned or all_ is in use
+  Buffer<Weight> all_;     // empty while some_ is in use
 };
 
 }  // namespace agentspec

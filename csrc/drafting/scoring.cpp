@@ -8,12 +8,12 @@ namespace agentspec {
 namespace {
 
 constexpr double kClip = 9;                // log-odds are clipped to this, either side of 0
-constexpr std::uint32_t kMostMisses = 4;   // misses in a row that a resume point survives
+constexpr std::uint32_t kMostMisses = 4;   // most misses in a row that a resume point survives
 constexpr std::uint32_t kWorthResuming = 4;  // match length from which on a place is worth resuming
 constexpr std::size_t kResumeKind = AcceptanceTable::kResumeKind;
 static_assert(kResumeKind == kPublic && AcceptanceTable::kKinds == kSources + 1);
 
-// Returns the kind of a source's proposals: the source's number, or the next from the resume point's kind on.
+// Returns the kind of a source's proposals: the source's number, or the next one if that is not below kResumeKind.
 constexpr std::size_t kind_of(std::size_t source) { return source < kResumeKind ? source : source + 1; }
 
 struct Successor {
@@ -61,7 +61,7 @@ std::size_t successors(const SuffixIndex& index, const Match& match, std::array<
   return count;
 }
 
-// Collects what the sources and the resume point propose.
+// Collects the proposals of the sources and of the resume point.
 Proposals gather(const PolicySettings& settings, const AcceptanceTable& table, const Sources& sources,
                  const DraftFront& front, std::size_t depth) {
   Proposals proposals;
@@ -89,7 +89,8 @@ Proposals gather(const PolicySettings& settings, const AcceptanceTable& table, c
 
 using Chosen = std::array<const Proposal*, kProposals>;
 
-// Chooses the likeliest proposal of each token by the table, likeliest first. Returns how many become candidates.
+// Chooses the likeliest proposal of each token by the table, and sorts them, likeliest first. Returns how many of them
+// become candidates.
 std::size_t choose(const Proposals& proposals, Chosen& chosen) {
   std::size_t count = 0;
   for (const Proposal& proposal : proposals.get()) {
@@ -103,7 +104,8 @@ std::size_t choose(const Proposals& proposals, Chosen& chosen) {
   return std::min(count, kCandidates);
 }
 
-// Returns two bits for each kind: 0 it proposes nothing, 1 the token is its first, 2 its second, 3 it has others only.
+// Returns two bits for each kind of proposals. 0: it proposes nothing. 1: the token is its first. 2: the token is its
+// second. 3: it proposes other tokens only.
 std::uint32_t agreement(const Proposals& proposals, Token token) {
   std::uint32_t code = 0;
   for (const Proposal& proposal : proposals.get()) {

@@ -8,19 +8,19 @@
 
 namespace agentspec {
 
-// Holds the places that a draft's tokens so far lead to.
+// Holds the places in the sources behind the draft's tokens so far.
 struct DraftFront {
   std::array<Match, kSources> matches;
   ResumePoint resume;
 };
 
-// Holds what the reranker sees besides a candidate.
+// Holds the context that the reranker sees besides a candidate.
 struct ScoringContext {
   std::span<const Token> tokens;  // the end of the text, with the draft so far
   std::size_t depth;              // tokens drafted before this one
   std::size_t prompt;             // length of the text in front of the response
   std::size_t written;            // tokens of the response before this one
-  std::uint8_t outcome;           // MatchState::outcome
+  std::uint8_t outcome;           // of the last draft; see MatchState::outcome
 };
 
 // Finds the candidates for the next token, scores them and takes the likeliest; `scored.count` is 0 if there is none.

@@ -9,10 +9,11 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kTail = 256;          // tokens of context that look-ups within a draft see
-constexpr std::uint32_t kLongEnough = 32;   // tokens of a match that make searching other sources needless
-constexpr std::uint32_t kListedEnough = 4;  // listed occurrences that may stand for all of them
+constexpr std::uint32_t kLongEnough = 32;   // tokens of a match from which on other sources need not be searched
+constexpr std::uint32_t kListedEnough = 4;  // fewest listed occurrences that may stand for all of them
 
-// Drops what was found in a source that has changed since. The request's own text only grows.
+// Drops the match in each source that has changed since it was found, and the resume point in it. One in the request's
+// own text stays, because that text only grows.
 void drop_outdated(const Sources& sources, MatchState& state) {
   for (std::size_t s = 0; s < kSources; ++s) {
     const bool same = sources[s] && sources[s]->version() == state.versions[s];
@@ -46,7 +47,7 @@ bool has_proposal(const MatchState& state) {
   return state.resume.active() || std::any_of(state.matches.begin(), state.matches.end(), listed);
 }
 
-// Follows a match with a drafted token. Returns false where the match must be searched for instead.
+// Follows a match with a drafted token. Returns false if the source must be searched instead.
 bool follow(const SuffixIndex& index, Token token, Match& match) {
   if (match.listed == 0) return false;
   const std::uint32_t enough = match.complete() ? 1 : kListedEnough;
@@ -115,10 +116,11 @@ void SuffixDrafter::merge_draft(DraftRequest request, const ExternalDraft& exter
     take(offered.best_length, merged_);
     std::swap(draft, merged_);
   }
-  merged_.clear();  // so that nothing erased is left in it
+  merged_.clear();  // so that no erased text is left in it
 }
 
-// Grows the path while that can still pay: first by another drafter's tokens, then by the likeliest candidates.
+// Grows the path while that can still raise the value: first by another drafter's tokens, then by the likeliest
+// candidates.
 void SuffixDrafter::grow(const DraftRequest& request, const ExternalDraft& external, std::size_t limit,
                          DraftValue& value, std::vector<ScoredPosition>& path) const {
   if (limit == 0) return;

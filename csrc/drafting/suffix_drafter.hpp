@@ -25,7 +25,7 @@ class SuffixDrafter final : public Drafter {
   std::size_t learn_path(const DraftRequest& request, std::span<const Token> verified) const;
 
   PolicySettings settings_;
-  Draft merged_;  // merge_draft()'s work space, kept to reuse its memory
+  Draft merged_;  // work space of merge_draft(), kept so that its memory is reused
 };
 
 }  // namespace agentspec

@@ -86,9 +86,9 @@ class SnapshotWriter {
     deferred_.push_back({data, bytes, memory_.size()});
   }
 
-  // Writes the gathered values and the deferred arrays. `copy_locked(copy)` must call copy(), which copies a slice of an
-  // array, under the array's lock, and return its result; or return false if the array must not be read any more. If it
-  // returns false, flush() does too, and the caller must rewind().
+  // Writes the gathered values and the deferred arrays. `copy_locked(copy)` must call copy(), which copies a slice of
+  // an array, under the array's lock, and return its result; or return false if the array must not be read any more. If
+  // it returns false, flush() does too, and the caller must rewind().
   template <class CopyLocked>
   bool flush(CopyLocked copy_locked) {
     std::size_t at = 0;
