@@ -229,7 +229,7 @@ class KeptTurns:
         self._core.close()
 
     def save(self, path: str | Path, *, identity: str = "", note: bytes = b"") -> None:
-        """Write sessions, groups, tenants and what was learned to a file, without running requests.
+        """Write sessions, groups, tenants and their learned state to a file, without running requests.
 
         identity: names what the snapshot can be used with, such as a model and a policy; loading compares it. note:
         bytes for the caller, which loading returns.

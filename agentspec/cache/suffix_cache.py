@@ -84,7 +84,7 @@ class CacheOptions(TypedDict, total=False):
 class SuffixCache(KeptTurns):
     """Hold the suffix indexes of running requests, sessions, groups and tenants, and draft from them.
 
-    max_bytes: budget for all memory: texts, indexes, what was learned, sessions, groups, tenants and running requests
+    max_bytes: budget for all memory: texts, indexes, learned state, sessions, groups, tenants and running requests
     (None: no limit). max_tokens: a further limit on the tokens that are kept of finished requests. per_tenant,
     per_session: budgets of a single tenant and session. The least recently used sessions and groups and the oldest part
     of a tenant's index are evicted first, but nothing of an owner (`start`) who holds less than half of what owners

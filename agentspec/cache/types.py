@@ -14,8 +14,8 @@ from agentspec.errors import ConfigurationError
 
 SOURCES = ("request", "session", "group", "global", "public", "sibling", "prediction", "model", "quote")
 """Sources of a drafted token; every `sources` array holds indices into this tuple. "sibling": a request of the same
-group or session that runs at the same time. "prediction": what the request's caller expects as its response. "model":
-another drafter's token, merged by `SuffixCache.merge_drafts`. "quote": what the response may quote."""
+group or session that runs at the same time. "prediction": the response that the request's caller expects. "model":
+another drafter's token, merged by `SuffixCache.merge_drafts`. "quote": text that the response may quote."""
 
 MAX_PREDICTION = 16_384
 """Most tokens of a prediction."""
@@ -178,7 +178,7 @@ class FinishedTurn:
 
     kept: tokens at the start of the prompt that the session held already, so that the prompt is context[:kept] +
     prompt_tail for an earlier context of the session. prompt_tail, response: int32 arrays. Without a session, kept is 0
-    and prompt_tail is only the end of the prompt. group, scope: what the request was started with.
+    and prompt_tail is only the end of the prompt. group, scope: the request's, as given to `start`.
     parent: hash of the prompt's first `kept` tokens (`context_hashes`). block: hash of its first kept // 64 * 64. Both
     are 0 for no tokens. By these hashes the session finds the context that the turn continues, so turns may be restored
     in any order. A turn with `kept` but without `parent` continues the session's newest turn if the context of that has

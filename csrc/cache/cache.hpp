@@ -128,7 +128,7 @@ class Cache {
   // Returns every scored position of the request's last draft.
   std::vector<ScoredPosition> candidates(std::size_t slot);
 
-  // Saves sessions, groups, tenants and what was learned, but no running requests. Steps may run meanwhile: the lock is
+  // Saves sessions, groups, tenants and their learned state, but no running requests. Steps may run: the lock is
   // held for a fraction of a millisecond at a time. Returns false, and leaves the file alone, if a session was erased
   // meanwhile. `identity` names what the snapshot can be used with, `note` is for the caller. Throws
   // std::runtime_error.

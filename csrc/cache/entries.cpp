@@ -183,7 +183,7 @@ CacheEntries::Weight CacheEntries::weight_of(const CacheEntry& entry) {
   return {tokens, static_cast<const Tenant&>(entry).beside};
 }
 
-// Changes what an entry adds to its owner's weight.
+// Changes the weight that an entry adds to its owner's.
 void CacheEntries::weigh(CacheEntry& entry, Weight before, Weight now) {
   Owner& owner = *entry.owner;
   if (entry.tenant) return texts_.weigh(owner.texts, before.tokens, now.tokens);

@@ -58,7 +58,7 @@ struct Group : CacheEntry {
   }
 };
 
-// Holds what all sessions of one tenant share: their responses, and what was learned about drafts.
+// Holds the responses and the learned state that all sessions of one tenant share.
 struct Tenant final : Group {
   Size held;               // sum over itself and its sessions and groups
   std::size_t beside = 0;  // its `counted` bytes without its texts': its own and its learned state's

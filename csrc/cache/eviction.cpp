@@ -98,7 +98,7 @@ void CacheEntries::load_again(CacheEntry& entry) {
   if (const auto root = find_session(entry.name())) root->loaded = false;
 }
 
-// If tenants' corpora are more than half of what is held, drops the oldest document of the least recently used tenant.
+// If tenants' corpora are more than half of all tokens, drops the oldest document of the least recently used tenant.
 // Otherwise drops the least recently used session or group that no running request drafts from.
 bool CacheEntries::evict_text(Tenant* only) {
   const std::size_t shared = (only ? only->counted : corpora_).tokens, all = (only ? only->held : held_).tokens;

@@ -24,7 +24,7 @@ class FairOrder {
 
    private:
     friend class FairOrder;
-    // Where `levels_` has it: by the bits of `weight`, and by the first of `by_use`; 0: nowhere.
+    // The line's place in `levels_`: the number of bits of `weight`, and the first tick of `by_use`. 0: it has none.
     unsigned level = 0;
     std::uint64_t oldest = 0;
   };

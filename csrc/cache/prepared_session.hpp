@@ -26,7 +26,7 @@ class PreparedSession {
   const Session& session() const { return session_; }
   const Corpus& responses() const { return responses_; }
 
-  // Each moves what was built into the entry, and returns the index that was there.
+  // Each moves the built session or responses into an entry, and returns the index that was there.
   SuffixIndex move_to(Session& session) { return session.take_over(session_); }
   SuffixIndex move_to(Corpus& corpus) { return corpus.take_over(responses_); }
 

@@ -29,7 +29,7 @@ struct Request {
   std::shared_ptr<Group> group;
   std::shared_ptr<Tenant> tenant;
   std::shared_ptr<Learned> learned;
-  SuffixIndex index;       // the whole text; only what the session does not hold is findable
+  SuffixIndex index;       // the whole text; only the part that the session does not hold is findable
   SuffixIndex prediction;  // the response that the caller expects, behind the end of the prompt; or text that the
                            // response may quote; mostly empty
   bool quotes = false;     // whether `prediction` is text that it may quote

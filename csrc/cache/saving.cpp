@@ -9,7 +9,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::uint64_t kEndOfEntries = 0, kOfTenant = 1, kOfEntry = 2;  // what follows in a snapshot
+constexpr std::uint64_t kEndOfEntries = 0, kOfTenant = 1, kOfEntry = 2;  // say what comes next in a snapshot
 constexpr std::size_t kSavedAtOnce = std::size_t{128} << 10;  // bytes; larger entries are frozen and copied in slices
 
 // Saves or loads `learned`, if there is any. Does not load a reranker whose size differs, as under another budget.

@@ -35,7 +35,7 @@ class AcceptanceTable {
   void learn(Cell cell, bool hit);
   std::size_t bytes() const;  // in memory, beside the object itself
 
-  // Saves or loads what was counted, row by row.
+  // Saves or loads the counts, row by row.
   template <class Archive>
   void describe(Archive& archive) {
     std::vector<std::uint64_t> numbers = row_numbers();

@@ -16,7 +16,7 @@ struct DraftRequest {
   Learned& learned;
 };
 
-// Decides what is drafted. SuffixDrafter learns while serving; ArcticSuffixRule follows ArcticInference.
+// Decides which tokens to draft. SuffixDrafter learns while serving; ArcticSuffixRule follows ArcticInference.
 class Drafter {
  public:
   virtual ~Drafter() = default;

@@ -15,12 +15,12 @@
 
 namespace agentspec {
 
-// Returns what the heap takes for a block of `bytes`: its header and rounding counted (glibc, 64 bits).
+// Returns the bytes that the heap takes for a block of `bytes`, with header and rounding (glibc, 64 bits).
 inline constexpr std::size_t heap_bytes(std::size_t bytes) {
   return bytes == 0 ? 0 : std::max<std::size_t>(32, (bytes + 8 + 15) / 16 * 16);
 }
 
-// Returns what the heap takes for the elements of an unordered set or map: a node each, and the buckets.
+// Returns the bytes that the heap takes for an unordered set or map: a node for each element, and the buckets.
 template <class Set>
 std::size_t set_bytes(const Set& set) {
   return set.empty() ? 0 : set.size() * heap_bytes(sizeof(void*) + sizeof(typename Set::value_type)) +

@@ -112,7 +112,7 @@ class SnapshotWriter {
     return true;
   }
   Mark mark() const { return {size_, checksum_}; }
-  void rewind(const Mark& mark);  // forgets what was written and gathered since
+  void rewind(const Mark& mark);  // forgets all that was written and gathered since the mark
   void commit();
 
  private:

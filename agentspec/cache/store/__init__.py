@@ -4,7 +4,7 @@
 ``LogNames``                 the names of a model's logs, one for each tenant
 ``encode``, ``decode``       records as checksummed, versioned bytes
 ``RecordReader``             records from a log
-``BackgroundWriter``, ``BackgroundLoader``, ``Follower``, ``StoreJobs``  use a store in threads: no decode path waits
+``BackgroundWriter``, ``BackgroundLoader``, ``Follower``, ``StoreJobs``  threads that use a store: no decode path waits
 """
 
 from typing import TYPE_CHECKING

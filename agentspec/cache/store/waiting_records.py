@@ -8,7 +8,7 @@ A record goes this way, from ``put`` to one of the last four:
       │ store away    v
       │           set aside                its log, or the part of the store that has it, is away or refused
       │               │
-      └───────────────┴────> dropped       the oldest, where too much waits, or what is left at the end
+      └───────────────┴────> dropped       the oldest if too many wait, and all that are left at the end
 
 A waiting record goes to ``erased`` if its session is erased. A record in flight does so only if its append fails. If
 the append succeeds, the record lies in front of the tombstone.
