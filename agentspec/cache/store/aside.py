@@ -32,7 +32,7 @@ _LOG = "log "
 _PAUSE = 1.0
 """Seconds until a part or a log is tried again, at first."""
 _REFUSALS = 5
-"""Refused records of a log in a row from which on the store counts as refusing the log."""
+"""After so many refused records of a log in a row, the store counts as refusing the log."""
 REFUSED_LOGS = 1024
 """Most refused logs that are remembered while no record waits for them, with about 1.5 kB each."""
 

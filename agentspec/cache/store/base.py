@@ -176,7 +176,7 @@ class Store(Protocol):
         ...
 
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
-        """Return the logs that have entries behind their cursor, or wait until one of them gets some.
+        """Return the logs that have entries behind their cursor. If none has any, wait until one gets some.
 
         cursors: by namespace, a result of ``newest`` or an ``Entry.sequence`` of that log. Returns an empty list after
         ``timeout`` seconds. Another process's append ends the wait within some 10 ms.

@@ -47,12 +47,12 @@ class Follower:
     """Read what other processes append to the logs in use, in a thread.
 
     writer: this process's name in the store; the follower skips its records unless they were imported.
-    take(log, record): adds a record of another process to the cache. learn(record): learns from the record before that,
-    if there is time. erase(tenant, session): removes an erased session from this process at once, and returns the
-    number of the process's newest turn. erase_again(tenant, session): erases the session in the store again, because a
-    turn of this process arrived there behind its tombstone; if it raises, it is called again. forget(tenant): makes the
-    cache forget a tenant whose log is not followed any more, and returns whether it could. At most ``max_logs`` are
-    followed, unless tenants cannot be forgotten. Close the follower before the store.
+    take(log, record): hands on a record of another process, to be drafted from. learn(record): learns from the record
+    before that, if there is time. erase(tenant, session): removes an erased session from this process at once, and
+    returns the number of the process's newest turn. erase_again(tenant, session): erases the session in the store
+    again, because a turn of this process arrived there behind its tombstone; if it raises, it is called again.
+    forget(tenant): makes the cache forget a tenant whose log is not followed any more, and returns whether it could. At
+    most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the follower before the store.
 
     own: erases sessions from the store for this process. outdated: tenants to forget as soon as none of their requests
     runs.
@@ -205,7 +205,7 @@ class Follower:
         return self._breaker.allow()
 
     def _leave_gaps(self, *, all_logs: bool) -> bool:
-        """Forget the tenants of logs that retention cut beyond what was read here: a tombstone may be among the loss.
+        """Forget the tenants of logs that retention cut beyond what was read here, because tombstones may be lost.
 
         all_logs: look at all logs; False: only at those that could not be read for a while, or with an erasure that
         failed here. Returns whether no gap is left. A tenant with running requests cannot be forgotten yet, and becomes
@@ -330,11 +330,11 @@ class Follower:
         log.applied[tombstone] = None  # only now, so that an erasure that fails is tried again
 
     def _is_own(self, namespace: str, session: str, cursor: str) -> bool:
-        """Return whether a tombstone is this process's. Waits at most half of LIFE_SECONDS: drafting goes on."""
+        """Return whether a tombstone is this process's. Waits LIFE_SECONDS / 2 at most, so that drafting goes on."""
         return self.own.wrote(namespace, session, cursor, LIFE_SECONDS / 2)
 
     def _skip(self, log: FollowedLog, record: TurnRecord) -> None:
-        """Skip a record of this process. If it lies behind its session's tombstone, have the session erased again."""
+        """Skip a record of this process. If it is older than its session's erasure, have the session erased again."""
         with self._wake:
             self._counts.skipped += 1
         if record.number <= log.numbers.get(record.session, 0):

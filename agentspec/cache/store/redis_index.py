@@ -102,10 +102,10 @@ class LogIndex:
         return not self._client.command("EXISTS", self._names)
 
     def note(self, name: str, state: ShardState, *, new: bool = False) -> None:
-        """Note the state of a shard. A call writes the noted states if the last write is a second old.
+        """Note the state of a shard, and write all noted states if the last write is a second old.
 
-        It also writes if this process has not written the shard's state before, or if ``new``: the shard is new on the
-        server. Errors are ignored. While writes fail, the pause between two attempts grows to 30 seconds.
+        The call also writes if this process has not written the shard's state before, or if ``new``: the shard is new
+        on the server. It ignores errors. While writes fail, the pause between two attempts grows to 30 seconds.
         """
         with self._lock:
             self._add(name, state)

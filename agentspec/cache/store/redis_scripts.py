@@ -1,10 +1,10 @@
 """Define the Lua scripts of a shard, each of which is one transaction; redis_store.py describes the keys.
 
-Every entry has an id, ``milliseconds-count``, above all ids in the lists to which it is added. The milliseconds are the
-server's time. If its clock was set back, or it has evicted keys, the script counts on from the highest id that is left,
-so that no append can fail halfway. A full server (``noeviction``) refuses commands that take memory, unless the script
-has written before. So scripts that free memory begin with a write that changes nothing. PUBLISH tells waiting readers
-of new entries; a user who may not publish can still append.
+Every entry has an id, ``milliseconds-count``, above all ids in the log and lists to which it is added. The milliseconds
+are the server's time. If its clock was set back, the script counts on from the highest id, whichever keys the server
+has evicted, so that no append can fail halfway. A full server (``noeviction``) refuses commands that take memory,
+unless the script has written before. So scripts that free memory begin with a write that changes nothing. PUBLISH tells
+waiting readers of new entries; a user who may not publish can still append.
 
 A script stops at a command that its user may not run (ACL), and Redis undoes nothing. So that a script can be run
 again, its first writes are those that do no harm when they are repeated. They use all commands that the others need.
