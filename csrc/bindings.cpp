@@ -293,7 +293,8 @@ NB_MODULE(_native, module) {
           "prepare", [](const Cache& cache, const std::string& session) { return cache.prepare(session); }, "session"_a)
       .def(
           "adopt",
-          [](Cache& cache, PreparedSession& prepared, const std::string& tenant, const Name& family, const Name& owner) {
+          [](Cache& cache, PreparedSession& prepared, const std::string& tenant, const Name& family,
+             const Name& owner) {
             const Names names{.session = &prepared.key(), .group = nullptr, .tenant = &tenant, .shared = true,
                               .owner = pointer(owner), .family = pointer(family)};
             return cache.adopt(names, prepared);

@@ -113,7 +113,7 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
     if rule:
         rule.setdefault("max_depth", _ARCTIC_DEPTH)
         settings["arctic_suffix_rule"] = rule
-    if rule and _cached_requests(config) == 0:
+    if _cached_requests(config) == 0:
         settings["scope"] = "none"
     has_length = config.get("suffix_speculative_tokens") is not None
     longest = _number(config, "suffix_speculative_tokens", 0) if has_length else 0

@@ -80,7 +80,7 @@ def test_suffix_is_the_fixed_rule_with_its_parameters(config: dict[str, Any], po
     assert settings.tenant is None and settings.scope == "tenant"  # the requests of a principal share
 
 
-@pytest.mark.parametrize("config", [{"method": "suffix"}, {**ARCTIC, "suffix_max_spec_factor": 2.0}])
+@pytest.mark.parametrize("config", [{"method": "suffix"}, ARCTIC, {**ARCTIC, "suffix_max_spec_factor": 2.0}])
 def test_no_cached_requests_means_that_each_drafts_from_itself(config: dict[str, Any]) -> None:
     assert translate({**config, "suffix_cache_max_requests": 0}).settings["scope"] == "none"
 
