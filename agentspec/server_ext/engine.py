@@ -197,8 +197,12 @@ class DraftingEngine:
         such a request is not kept. may_be_shorter: ``note_lengths`` will say how many tokens the caller got.
         """
         self._work_time.begin_work()
-        self._leave_batch()
-        self._requests.end(request_id, output_limit, text, may_be_shorter=may_be_shorter)
+        try:
+            self._leave_batch()
+            self._requests.end(request_id, output_limit, text, may_be_shorter=may_be_shorter)
+        except Exception as error:
+            self.metrics.count_error("finish", error)
+            self._requests.forget(request_id)
         self._work_time.end_work()
 
     def finish_if_idle(self) -> None:
@@ -382,8 +386,8 @@ class DraftingEngine:
 
     def _leave_batch(self) -> None:
         """Count what the batch of the latest step did, and drop its lookup: the next step has other requests."""
-        self._accounts.settle(self._lookup)
-        self._lookup = None
+        lookup, self._lookup = self._lookup, None
+        self._accounts.settle(lookup)
 
     def _fail(self, states: Sequence[RequestState]) -> None:
         """Stop drafting for these requests, and keep nothing of them."""

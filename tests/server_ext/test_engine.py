@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
 from agentspec.server_ext.persistence.turn_records import turn_of
+from agentspec.server_ext.requests.turnover import Turnover
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 
@@ -181,6 +183,17 @@ def test_a_request_that_cannot_start_leaves_the_others_alone() -> None:
     assert engine.run("image", [5_000_000], TEXT[:5]) < 5
     assert engine.run("good", [1, 2, 3, 100, 101], TEXT[2:]) < len(TEXT) / 2
     assert engine.proposer.stats()["counters"]["errors_start"] == 1
+
+
+def test_an_end_that_fails_costs_its_response_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tenant="t")
+    with monkeypatch.context() as broken:
+        broken.setattr(Turnover, "end", Mock(side_effect=RuntimeError("broken on purpose")))
+        engine.run("a", [1, 2, 3], TEXT)
+    stats = engine.proposer.stats()
+    assert (stats["counters"]["errors_finish"], stats["running"], stats["cache"]["requests"]) == (1, 0, 0)
+    assert engine.run("b", [1, 2, 3, 100, 101], TEXT[2:]) > len(TEXT) / 2  # nothing of it was kept
+    assert engine.run("c", [1, 2, 3, 100, 101], TEXT[2:]) < len(TEXT) / 2
 
 
 def test_switched_off_never_drafts() -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -200,6 +201,15 @@ class TestRunner:
         assert extension.engine is not None
         assert extension.engine.metrics.counters["errors_adapter"] == 2
         assert sum("goes on without its drafts" in record.message for record in caplog.records) == 1
+
+    def test_of_a_request_whose_state_cannot_be_read_nothing_is_kept(self) -> None:
+        """It ends nevertheless: vLLM goes on, and the engine forgets it."""
+        engine = Mock(metrics=SimpleNamespace(counters=Counter()))
+        extension = object.__new__(runner.RunnerExtension)
+        vars(extension).update(engine=engine, _reported=False)
+        extension.finish("r", SimpleNamespace(output_token_ids=[1, 2]))  # as where vLLM has renamed a field
+        engine.finish.assert_called_once_with("r", 0, None, may_be_shorter=False)
+        assert engine.metrics.counters["errors_adapter"] == 1
 
     @pytest.mark.parametrize("parallel", [False, True])
     @pytest.mark.parametrize("ends", [False, True])

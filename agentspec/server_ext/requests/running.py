@@ -50,6 +50,11 @@ class RunningRequests:
                 state.failed = True
                 self._cached.drop(state.request_id)
 
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended, and keep nothing of it."""
+        self.fail(self.of([request_id]))
+        self.by_id.pop(request_id, None)
+
     def make_way(self, outdated: Set[str | None]) -> None:
         """Stop drafting for the running requests of these tenants, and keep nothing of them.
 

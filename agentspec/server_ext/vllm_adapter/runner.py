@@ -116,12 +116,17 @@ class RunnerExtension:
 
     def finish(self, request_id: str, state: Any) -> None:
         """Tell the engine that a request has finished or was aborted. state: vLLM's CachedRequestState, or None."""
-        if self.engine is not None:
-            if state is None:
-                self.engine.finish(request_id)
-            else:
+        if self.engine is None:
+            return
+        returned, text, may_be_shorter = None, None, False
+        if state is not None:
+            try:
+                returned, may_be_shorter = returned_tokens(state), is_told_later(state)
                 text = functools.partial(text_of, state)
-                self.engine.finish(request_id, returned_tokens(state), text, may_be_shorter=is_told_later(state))
+            except Exception:
+                self._report()
+                returned = 0  # nobody knows where the response ends, so nothing of it is kept
+        self.engine.finish(request_id, returned, text, may_be_shorter=may_be_shorter)
 
     def begin(self, runner: Any, requests: Sequence[Any]) -> None:
         """Let the engine begin requests whose prompts are computed next. requests: vLLM's NewRequestData."""
