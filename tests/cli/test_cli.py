@@ -198,6 +198,7 @@ IN_USE = "; give another --port; with --uds another path, or remove that file if
     [
         (OSError("m is no model\nmore"), ""),
         (OSError(errno.EADDRINUSE, "Address already in use"), IN_USE),
+        (OverflowError("bind(): port must be 0-65535."), ""),
         (ValueError("VLLM_ALLOW_RUNTIME_LORA_UPDATING cannot be used with api_server_count > 1"), ""),
         (NO_SUCH_METHOD, ""),
     ],

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import ssl
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ logger = logging.getLogger("vllm.agentspec")
 
 _SPECULATIVE_FLAGS = ("--speculative-config", "-sc")
 _IN_USE = "; give another --port; with --uds another path, or remove that file if no server listens there"
+_TLS_FLAGS = ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs")
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp")
 OPTIONS = {
     "store",
@@ -95,6 +97,7 @@ def _check_line(line: "CommandLine") -> None:
             f"--pipeline-parallel-size {stages}: vLLM's V1 engine cannot verify drafts over several pipeline stages; "
             "use --tensor-parallel-size, or start plain 'vllm serve'"
         )
+    _check_tls(*(None if (path := line.value(flag)) is None else str(path) for flag in _TLS_FLAGS))
     if (argument := line.begins_with("--spec-")) is not None:
         raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
     for name in Settings.model_fields:
@@ -108,6 +111,37 @@ def _check_line(line: "CommandLine") -> None:
                 f"--config: {name.replace('_', '-')} is no option of vLLM's; give it in that file as "
                 f"additional-config: {{agentspec: {{{name}: …}}}}"
             )
+
+
+def _check_tls(certificate: str | None, key: str | None, authorities: str | None) -> None:
+    """Raise ConfigurationError for files of TLS that cannot be used. None: not given.
+
+    vLLM reads them when it has loaded the model, and its error names none of them.
+    """
+    for flag, path in zip(_TLS_FLAGS, (certificate, key, authorities), strict=True):
+        if path is not None and not Path(path).exists():
+            raise ConfigurationError(f"{flag} {path}: there is no such file")
+        if path is not None and (Path(path).is_dir() or not os.access(path, os.R_OK)):
+            raise ConfigurationError(f"{flag} {path}: it cannot be read; name a PEM file that this user may read")
+    if certificate is None:
+        if key is not None:
+            raise ConfigurationError("--ssl-keyfile: give the certificate of this key, too, as --ssl-certfile")
+        return
+    if not all(Path(path).is_file() for path in (certificate, key or certificate)):
+        return  # a pipe can be read only once
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, _ask_later)
+    except ssl.SSLError as error:
+        files = f"--ssl-certfile {certificate}" + ("" if key is None else f" --ssl-keyfile {key}")
+        what = "PEM files of a certificate and its own key are needed"
+        raise ConfigurationError(f"{files}: {first_line(error)}; {what}") from None
+    except OSError:  # `_ask_later`'s
+        return
+
+
+def _ask_later() -> str:
+    """Leave it to vLLM to ask for the password of a key."""
+    raise OSError("the key has a password")
 
 
 def check_files(settings: Settings) -> None:
@@ -262,9 +296,9 @@ def run_vllm(arguments: Sequence[str]) -> None:
     sys.argv = ["vllm", "serve", *arguments]
     try:
         main()
-    except (OSError, ValueError, NotImplementedError) as error:
-        # For example: there is no model of this name, the port is in use, an option is wrong, two options exclude each
-        # other, or the model has no layers for the speculative method.
+    except (OSError, ValueError, OverflowError, NotImplementedError) as error:
+        # For example: there is no model of this name, the port is in use or beyond 65535, an option is wrong, two
+        # options exclude each other, or the model has no layers for the speculative method.
         logger.debug("agentspec: vLLM ended with an error", exc_info=True)
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         remedy = _IN_USE if in_use else missing_folder(arguments[0])
