@@ -74,6 +74,24 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
         raise
 
 
+def size_limit() -> int | None:
+    """Return how many bytes a file of this process may have at most (``ulimit -f``); None where there is no limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def size_remedy() -> str:
+    """Return the end of an error about a file that cannot grow; "" where this process has no limit for files."""
+    limit = size_limit()
+    if limit is None:
+        return ""
+    return f"; no file of this process may have more than {limit:,} bytes (ulimit -f): raise that limit and restart"
+
+
 def takes_json_lines(path: Path) -> bool:
     """Return whether lines of JSON may be appended to a file, that is, whether it holds nothing else, such as a store.
 

@@ -1,6 +1,8 @@
 """Keep finished turns in the suffix indexes of their sessions, groups and tenants."""
 
+import errno
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from agentspec.cache.names import UNNAMED_TENANT, Names, key_of, keys_to_load, s
 from agentspec.cache.policy import DEFAULT_COST, DraftPolicy
 from agentspec.cache.types import UNIT_NUMBERS, CacheStats, FinishedTurn, PublicCorpus
 from agentspec.errors import InvalidInputError, SnapshotError
+from agentspec.files import size_remedy
 from agentspec.identifiers import check_ids
 
 _NUMBER_TYPES = (int, float, np.number)
@@ -243,7 +246,8 @@ class KeptTurns:
                 if self._core.save(str(path), identity, note):
                     return
         except (OSError, RuntimeError, MemoryError) as error:
-            raise SnapshotError(f"{path}: cannot save the snapshot: {error}") from error
+            remedy = size_remedy() if os.strerror(errno.EFBIG) in str(error) else ""
+            raise SnapshotError(f"{path}: cannot save the snapshot: {error}{remedy}") from error
         raise SnapshotError(f"{path}: cannot save the snapshot: sessions are being erased; try again later")
 
     def load_snapshot(self, path: str | Path, *, identity: str = "") -> bytes:

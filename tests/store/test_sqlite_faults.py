@@ -5,6 +5,7 @@ import resource
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -18,7 +19,7 @@ from agentspec.cache.store import (
     decode,
     encode,
 )
-from agentspec.cache.store.sqlite_file import PAGE_SIZE
+from agentspec.cache.store.sqlite_file import PAGE_SIZE, store_errors
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, damage_payload, entry_of, number_of, turn, wait_until
 
@@ -179,6 +180,33 @@ def test_a_full_disk_is_named_where_not_even_the_memory_of_the_log_fits(tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     SQLiteStore(path).close()
+
+
+def test_a_limit_of_the_size_of_files_is_named(tmp_path: Path) -> None:
+    """SQLite says "disk I/O error" alone, as if the disk were broken."""
+    path = tmp_path / "store.db"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(SQLiteStore(path)) as store:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+            with pytest.raises(StoreUnavailableError, match=r"more than 60,000 bytes \(ulimit -f\): raise that limit"):
+                for _ in range(100):
+                    store.append(NS, [NewEntry("s", bytes(2_000))])
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 40, hard))
+            held = store.append(NS, [NewEntry("s", b"again")])[-1]
+            with pytest.raises(StoreUnavailableError) as error, store_errors(str(path)):
+                raise_io_error()
+            assert "ulimit" not in str(error.value)  # the limit is not what stops it
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [entry.sequence for entry in store.read(NS)][-1] == held
+
+
+def raise_io_error() -> NoReturn:
+    """Raise what SQLite raises where a disk is broken."""
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+    raise error
 
 
 def test_the_secret_is_read_while_another_program_writes(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
+from agentspec.files import size_limit, size_remedy
 
 APPLICATION_ID = 0x41675370
 """Mark of agentspec's files (PRAGMA application_id)."""
@@ -30,6 +31,7 @@ _BUSY_SECONDS = 5.0
 _POLL_MS = 5  # short, because SQLite's own waits grow to 100 ms, in which busy writers always get the lock first
 _CHECKPOINT_SECONDS = 0.2  # longest wait for readers before an erasure counts as incomplete
 _WAL_BYTES = 4 << 20
+_SHARED_BYTES = 32 << 10  # by which the memory that the log's users share grows
 _MAGIC = b"SQLite format 3\x00"
 
 # A table row larger than PAGE_SIZE - 35 keeps its first bytes in the leaf: _LOCAL if what remains fills whole overflow
@@ -122,11 +124,26 @@ def store_errors(name: str) -> Iterator[None]:
             reason = error.strerror
         elif getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_IOERR_SHMSIZE:
             reason = "database or disk is full"  # it has no room for the memory that the log's users share
-        raise StoreUnavailableError(f"{name}: {reason}") from error
+        raise StoreUnavailableError(f"{name}: {reason}{_limit_reached(name, error)}") from error
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{name}: {error}; the file may be damaged: move it away to start an empty store") from error
     except sqlite3.Error as error:
         raise StoreError(f"{name}: {error}") from error
+
+
+def _limit_reached(name: str, error: Exception) -> str:
+    """Return what to do if a database's files are as large as this process may make them; "" otherwise.
+
+    SQLite says "disk I/O error" then, as if the disk were broken.
+    """
+    limit = size_limit()
+    if limit is None or getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_IOERR:
+        return ""
+    largest = 0
+    for suffix in ("", *BESIDE):
+        with suppress(OSError):
+            largest = max(largest, Path(f"{name}{suffix}").stat().st_size)
+    return size_remedy() if largest + _SHARED_BYTES > limit else ""
 
 
 @contextmanager
