@@ -92,6 +92,16 @@ def size_remedy() -> str:
     return f"; no file of this process may have more than {limit:,} bytes (ulimit -f): raise that limit and restart"
 
 
+def open_files_remedy() -> str:
+    """Return why this process can open no file now, and what to do: it has as many open as it may; "" where it can."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return f"{error.strerror} (ulimit -n): raise that limit and restart"
+    return ""
+
+
 def takes_json_lines(path: Path) -> bool:
     """Return whether lines of JSON may be appended to a file, that is, whether it holds nothing else, such as a store.
 

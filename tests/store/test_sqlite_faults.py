@@ -202,6 +202,22 @@ def test_a_limit_of_the_size_of_files_is_named(tmp_path: Path) -> None:
         assert [entry.sequence for entry in store.read(NS)][-1] == held
 
 
+def test_too_many_open_files_are_named(tmp_path: Path) -> None:
+    """SQLite says "unable to open database file" alone, as if its place were wrong."""
+    path = tmp_path / "store.db"
+    SQLiteStore(path).close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.dup(2)
+    os.close(spare)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, hard))  # the writer's file opens, and no other
+        with pytest.raises(StoreUnavailableError, match=r"store\.db: Too many open files.*raise that limit"):
+            SQLiteStore(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    SQLiteStore(path).close()
+
+
 def raise_io_error() -> NoReturn:
     """Raise what SQLite raises where a disk is broken."""
     error = sqlite3.OperationalError("disk I/O error")

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
-from agentspec.files import size_limit, size_remedy
+from agentspec.files import open_files_remedy, size_limit, size_remedy
 
 APPLICATION_ID = 0x41675370
 """Mark of agentspec's files (PRAGMA application_id)."""
@@ -124,6 +124,8 @@ def store_errors(name: str) -> Iterator[None]:
             reason = error.strerror
         elif getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_IOERR_SHMSIZE:
             reason = "database or disk is full"  # it has no room for the memory that the log's users share
+        elif getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_CANTOPEN and (why := open_files_remedy()):
+            reason = why  # SQLite says "unable to open database file" alone
         raise StoreUnavailableError(f"{name}: {reason}{_limit_reached(name, error)}") from error
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{name}: {error}; the file may be damaged: move it away to start an empty store") from error
