@@ -1,5 +1,6 @@
 """Who sent a request: API keys, a gateway's headers, a file of keys, and what stays a secret."""
 
+import errno
 import hashlib
 import os
 import time
@@ -251,6 +252,23 @@ class TestApiKeysFile:
             assert found.tenant_of("ada") == "acme"
         time.sleep(0.05)  # a file's clock is coarse
         path.chmod(0o640)
+        now[0] += 1.1
+        assert (found.tenant_of("ada"), found.tenant_of("bob")) == (None, "moved")
+
+    def test_a_file_that_could_not_be_read_for_a_while_is_read_without_another_change(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A process with too many open files missed the change for ever: keys that were taken out stayed in force."""
+        now = [1000.0]
+        monkeypatch.setattr("agentspec.server_ext.identity.callers.time.monotonic", lambda: now[0])
+        found = ApiKeysFile(path)
+        path.write_text(f"{digest('bob')} moved\n")
+        with monkeypatch.context() as full:
+            full.setattr(Path, "read_text", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+            for _ in range(3):
+                now[0] += 1.1
+                assert found.tenant_of("ada") == "acme"
+        assert [record.getMessage().count("Too many open files") for record in caplog.records] == [1]
         now[0] += 1.1
         assert (found.tenant_of("ada"), found.tenant_of("bob")) == (None, "moved")
 

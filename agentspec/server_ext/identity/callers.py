@@ -139,8 +139,8 @@ class ApiKeysFile:
     """Read which API key belongs to which tenant, from a file of lines ``sha256-of-key tenant``.
 
     Empty lines and lines that begin with # do not count. The file is read again when it has changed. If it is then
-    empty or has an error, that is logged once, and the keys that were read before stay in force. Raises
-    ConfigurationError with file and line.
+    empty or has an error, that is logged once, and the keys that were read before stay in force. If it cannot be read,
+    as while the process has too many files open, it is tried again. Raises ConfigurationError with file and line.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -152,6 +152,7 @@ class ApiKeysFile:
         self._tenants: dict[str, str] = {}
         self._tenants = self._read()
         self._looked = time.monotonic()
+        self._unreadable = False  # at the latest try
 
     def has(self, key: str | None) -> bool:
         """Return whether the file names this API key."""
@@ -168,13 +169,21 @@ class ApiKeysFile:
         if now - self._looked < _LOOK_AGAIN_SECONDS:
             return
         self._looked = now
+        state = self._state()
+        if state == self._seen:
+            return
         try:
-            state = self._state()
-            if state != self._seen:
-                self._seen = state
-                self._tenants = self._read()
+            self._tenants = self._read()
         except ConfigurationError as error:
-            logger.error("agentspec: %s; the keys that were read before stay in force", error)
+            unreadable = isinstance(error.__cause__, OSError)
+            if not (unreadable and self._unreadable):
+                logger.error("agentspec: %s; the keys that were read before stay in force", error)
+            self._unreadable = unreadable
+            if unreadable:  # try again, because the file need not change for that
+                return
+        else:
+            self._unreadable = False
+        self._seen = state
 
     def _state(self) -> tuple[int, ...] | None:
         """Return numbers that change when the file or its permissions do; None if they cannot be read."""
@@ -190,7 +199,7 @@ class ApiKeysFile:
             text = self.path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ConfigurationError(f"api_keys_file {self.path}: cannot be read: {why}") from None
+            raise ConfigurationError(f"api_keys_file {self.path}: cannot be read: {why}") from error
         if not text and self._tenants:  # many programs empty a file first, and without its keys all callers are one
             raise ConfigurationError(f"api_keys_file {self.path}: empty; leave a comment in it to name no key")
         tenants: dict[str, str] = {}
