@@ -233,6 +233,27 @@ def test_a_snapshot_is_used_as_long_as_what_came_after_it_is_in_the_store(start:
     assert again.drafts(text(100, 5), "stays") == text(105, 4)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_snapshot_outlives_starts_after_erasures_that_it_knows(start: Start, tmp_path: Path, own: bool) -> None:
+    """Each start deleted it as long as the store had a tombstone. A kill soon after cost what had been learned."""
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
+    meet(here, elsewhere)
+    here.say([1, 2, 3], text(100))
+    (here if own else elsewhere).erase("s")
+    if not own:
+        here.wait(lambda: here.follower("erased"))
+    here.say([1, 2, 3], text(200))
+    here.stop()
+    for _ in range(2):
+        again = start(snapshot=tmp_path / "snapshot", preload=0)
+        assert (tmp_path / "snapshot").exists()
+        assert again.cache.has_session(TENANT, "s") and again.drafts(text(200, 5)) == text(205, 4)
+        assert again.drafts(text(100, 5)) == [] and again.drafts(text(100, 5), "s") == []
+    elsewhere.erase("s")
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert not (tmp_path / "snapshot").exists() and not again.cache.has_session(TENANT, "s")
+
+
 def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,19 +107,19 @@ class Follower:
             self._logs.move_to_end(namespace)
             return True
 
-    def begin(self, namespace: str, tenant: str | None, *, used_too: bool = False) -> None:
+    def begin(self, namespace: str, tenant: str | None, *, used_too: bool = False, after: str | None = None) -> None:
         """Follow a log from its present end. Call it before the log is read, in a thread that may wait for the store.
 
         The call also erases here the sessions that other processes erased and that have no entries since. used_too:
-        erase those with entries, too, because this process may hold text of them from before the erasure. Raises
-        StoreError.
+        erase those with entries, too, because this process may hold text of them from before the erasure. after: cursor
+        up to which erasures were applied here already; None: none was. Raises StoreError.
         """
         followed = self.use(check_namespace(namespace))
         if followed and not used_too:
             return
         begun = time.monotonic()
         end = self._store.newest(namespace)
-        marks = self._store.tombstones(namespace)
+        marks = self._store.tombstones(namespace, after=after)
         erased = [session for session, cursor in marks.items() if not self._is_own(namespace, session, cursor)]
         stay = {usage.session for usage in self._store.sessions(namespace)} if erased and not used_too else set[str]()
         numbers = OrderedDict[str, int]()
