@@ -7,12 +7,12 @@ Read in this order:
 ``drafting``            how a draft grows, and what is learned from verification
 ``arctic_suffix_rule``  ArcticInference's rule, to compare with
 ``session``             a session's turns: a tree in one text
-``names``               what requests and turns belong to
+``names``               the session, group and tenant of requests and turns
 ``corpus``              the responses that sessions share
 ``kept``                what a tenant, a session and a group hold of finished requests
-``entries``             which of them are kept, and what is evicted
+``entries``             which tenants, sessions and groups are kept, and what is evicted
 ``request``             a running request
 ``cache``               the calls
 
-tests/cache/test_fuzz.py compares the core with it, answer by answer.
+tests/cache/test_fuzz.py compares the core's answers with these.
 """

@@ -5,10 +5,10 @@ Every length of context that occurred before gives a draft: its most frequent su
 context and draft have at most `max_depth` tokens together. The draft with the largest sum of probabilities wins; of
 equal ones the request's, then the one with the longest context.
 
-Two texts are drafted from: the request's own, and the responses of all, of which the running one counts as part. As in
-ArcticInference's trees, the context's own end is an occurrence too, which nothing has followed yet: text that occurred
-once before is one of two. Where there are more occurrences than a match lists, those that are listed stand for all, and
-of the lengths of context only SAMPLED and the longest are tried.
+The rule drafts from two texts: the request's own, and its tenant's responses, the running one included. As in
+ArcticInference's trees, the end of the context counts as an occurrence that nothing has followed yet, so text that
+occurred once before is one of two. Where there are more occurrences than a match lists, the listed ones stand for all,
+and of the lengths of context only SAMPLED and the longest are tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,12 +31,12 @@ SAMPLED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 
 
 class ArcticSuffixRule:
-    """Draft by the rule, from the request's own text and the responses of all only. It learns nothing."""
+    """Draft by the rule, from the request's own text and its tenant's responses only. It learns nothing."""
 
     def __init__(self, policy: DraftPolicy) -> None:
         assert policy.arctic is not None
         self._rule = policy.arctic
-        self.kept_context = 0  # the responses of all have no context in front
+        self.kept_context = 0  # stored responses have no context in front
 
     def start(self, own: SuffixIndex, prompt: list[int], _: int, __: int) -> None:
         """Index the whole prompt at once, whatever the session holds."""
@@ -77,9 +77,9 @@ class ArcticSuffixRule:
 
 @dataclass(slots=True)
 class CopiedDraft:
-    """Hold a draft: for each token its probability given those before it, and the listed places that have it so far.
+    """Hold a draft: each token, its probability given those before it, and how many listed places agree so far.
 
-    source: 0 the request, 1 the responses of all. length, count: tokens of the matched context, and its occurrences.
+    source: 0 the request, 1 the tenant's responses. length, count: tokens of the matched context, and its occurrences.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -113,7 +113,7 @@ def draft_arctic(
 ) -> CopiedDraft:
     """Return the rule's draft of at most `max_draft` tokens after `context`, the request's whole text.
 
-    The response begins at `begin`; `shared` holds the responses of all, without the running one.
+    The response begins at `begin`; `shared` holds the tenant's finished responses.
     """
     tail = list(context[-settings.max_depth :])
     limit = min(max_draft, 128)
@@ -203,7 +203,7 @@ def _following(places: list[Place]) -> Iterator[Place]:
 
 
 def most_frequent(tokens: Sequence[int]) -> int:
-    """Return the most frequent of tokens that came one after the other; of equal ones, the one ArcticInference takes.
+    """Return the most frequent of the tokens, given oldest first; of equal ones, the one that ArcticInference takes.
 
     Its trees keep successors sorted by count. A new one goes to the end. One whose count rises passes the equals ahead
     of it or, if there are none, those whose count it reaches.

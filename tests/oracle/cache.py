@@ -24,7 +24,7 @@ from tests.oracle.session import Turn
 WORK_PER_STEP = 4096  # positions indexed in one step
 OWN_PER_STEP = 32  # positions of each request's own text that are always indexed
 LEARNED_CONTEXT = 512  # tokens of a prompt that drafts see, when learning from a stored turn
-REQUEST_BITS = 12  # slots of the reranker of a request that shares nothing, as a power of two
+REQUEST_BITS = 12  # log2 of the reranker's slots, for a request that shares nothing
 
 
 class Oracle:
@@ -114,7 +114,7 @@ class Oracle:
     ) -> list[Drafted]:
         """Take in what each request's text has gained, and draft. num_verified: draft tokens that were verified.
 
-        has_time: False: what waits beside drafting goes on waiting.
+        has_time: if False, index only OWN_PER_STEP positions of each request; other indexing and sweeping waits.
         """
         budget = WORK_PER_STEP if has_time else 0
         requests, counts, sound = [], [], []
@@ -175,7 +175,7 @@ class Oracle:
             ]
             for scored in request.draft.path
         ]
-        while positions and not positions[-1]:  # another drafter's tokens beside which nothing was proposed
+        while positions and not positions[-1]:  # at another drafter's tokens, where no index proposed any
             positions.pop()
         return positions
 
@@ -227,7 +227,7 @@ class Oracle:
         self._held.evict(tenant)
 
     def learn_from(self, turn: FinishedTurn) -> int:
-        """Learn how drafts of a turn would have fared, and keep nothing of it."""
+        """Learn from drafts of a turn's response, and keep nothing of it. Return its tokens; 0: nothing to learn."""
         if self._policy.arctic or turn.scope != "tenant" or not len(turn.response):
             return 0
         names = Names.of(turn.scope, turn.session, turn.group, turn.tenant, turn.family)
@@ -284,7 +284,7 @@ class Oracle:
         self._held.remove_session(tenant, session)
         for request in self._requests.values():
             if request.tenant and request.tenant.name == (tenant or ""):
-                request.draft.forget_tokens()  # which may quote the session
+                request.draft.forget_tokens()  # the draft may quote the session
                 request.forget_sibling()
 
     def free_session(self, tenant: str | None, session: str) -> None:
@@ -336,11 +336,11 @@ class Oracle:
         return work_on(request.tenant.corpus, budget) if request.tenant else budget
 
     def _as_held(self, token: int) -> int:
-        """Return the form in which a prompt's token is held: negative, and never drafted, beyond the vocabulary."""
+        """Return a prompt's token as it is held. One beyond the vocabulary is held as a negative, never drafted."""
         return token if token < self._vocab_size else -2 - token
 
     def _rewind(self, request: Request, text: Sequence[int]) -> None:
-        """Cut a request's text to what the engine's still begins with, if the engine took back the rest."""
+        """Cut a request's text to the prefix that the engine's row shares, if the engine took back tokens."""
         row = [self._as_held(token) for token in text[: len(request.index)]]
         if not request.goes_on_in(row):
             self._forget_in_siblings(request)
@@ -369,7 +369,7 @@ class Oracle:
         turn: Turn,
         origin: Literal["finished", "stored", "followed"],
     ) -> None:
-        """Add a turn to its session, group and tenant unless they hold its record. key: of its session, held or not.
+        """Add a turn to its session, group and tenant unless they hold its record. key: its session's, held or not.
 
         Group and tenant add a restored turn without a record only if it brings its session something new. A followed
         turn marks nothing as used.

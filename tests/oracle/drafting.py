@@ -1,4 +1,4 @@
-"""Specify how a draft grows, is cut, meets another drafter's tokens, and is learned from.
+"""Specify how drafts grow and are cut, how another drafter's tokens are merged, and what verification teaches.
 
 Implemented by csrc/drafting/suffix_drafter and draft_value. agentspec/cache/policy.py explains the rule; scoring.py
 scores the candidates at one position of a draft.
@@ -22,9 +22,9 @@ from tests.oracle.scoring import (
 )
 
 _TAIL = 256  # tokens of context that look-ups within a draft see
-INDEXES, SIBLING = SOURCES.index("model"), SOURCES.index("sibling")  # indexes: the sources before the draft model
-_LONG_ENOUGH = 32  # tokens of a match that make searching other sources needless
-_LISTED_ENOUGH = 4  # listed occurrences that may stand for all of them
+INDEXES, SIBLING = SOURCES.index("model"), SOURCES.index("sibling")  # INDEXES: how many sources are indexes
+_LONG_ENOUGH = 32  # match length from which on other sources need no search
+_LISTED_ENOUGH = 4  # fewest listed occurrences that may stand for all of a match
 CAUTION = 1.3  # multiplies the cost: a token that looks best of several has a somewhat overrated probability
 
 
@@ -32,8 +32,8 @@ CAUTION = 1.3  # multiplies the cost: a token that looks best of several has a s
 class Draft:
     """Hold the scored positions; the first `len(taken)` of them are the draft.
 
-    Positions that did not pay stay in the path, because verified tokens may reveal them all the same. open: the draft
-    continues the present text, so another drafter's tokens may be merged.
+    Positions that did not pay stay in the path, because verified tokens may reveal whether they were right. open: the
+    draft continues the present text, so another drafter's tokens may be merged.
     """
 
     path: list[ScoredPosition] = field(default_factory=list)
@@ -53,7 +53,7 @@ ExternalDraft = Sequence[tuple[int, float]]
 
 @dataclass(slots=True)
 class DraftValue:
-    """Compute what a growing draft is worth: the tokens that its step is expected to bring, for the step's price.
+    """Compute a growing draft's value: the tokens that its step is expected to bring, divided by the step's price.
 
     cost: price of verifying a drafted token, as a share of a step. best: the largest value so far, at `best_length`
     tokens; without a draft it is 1. probability: that all tokens so far are accepted. expected: tokens of the step,
@@ -87,8 +87,8 @@ class DraftValue:
 class MatchState:
     """Keep a request's matches from step to step, so that a step can follow them rather than search again.
 
-    ends: tokens that end the response. begin: length of the context when the response began. outcome: the last
-    draft's: 0 there was none, 1 wholly right, 2 not.
+    ends: tokens that end the response. begin: length of the context when the response began. outcome: of the last
+    draft; 0: there was none, 1: all its tokens were right, 2: some were wrong.
     """
 
     matches: list[Match] = field(default_factory=lambda: [Match() for _ in range(INDEXES)])
@@ -137,7 +137,7 @@ class SuffixDrafter:
     def merge_draft(self, request: DraftRequest, external: ExternalDraft, limit: int, cost: float) -> Draft:
         """Return the better of an open draft and another drafter's tokens with what the indexes add behind them.
 
-        Both are cut where they pay. Where they begin alike, the given probabilities hold for the draft too.
+        Each is cut at the length of its largest value. Where both begin alike, the draft takes the given probabilities.
         """
         draft, present = request.draft, DraftValue(CAUTION * cost)
         taken = with_probabilities(draft.taken, external)
@@ -243,7 +243,7 @@ def _drafted(path: list[ScoredPosition], length: int) -> Draft:
 def _refresh(sources: Sources, context: list[int], state: MatchState) -> None:
     """Search again for the matches that could not be followed or whose source has changed.
 
-    The sibling's was searched for when it was chosen.
+    The sibling's match was found when the sibling was chosen.
     """
     for at, source in enumerate(sources):
         match = state.matches[at]
@@ -259,7 +259,7 @@ def _refresh(sources: Sources, context: list[int], state: MatchState) -> None:
 
 
 def _move_on(sources: Sources, token: int, context: list[int], matches: list[Match]) -> list[Match]:
-    """Return the matches after one more drafted token; search where following fails and none is long enough."""
+    """Return the matches after one more drafted token. Search where following fails, unless another is long enough."""
     followed = [_follow(source, token, match) for source, match in zip(sources, matches, strict=True)]
     longest = max((match.length for match in followed if match is not None), default=0)
     return [
@@ -282,7 +282,7 @@ def _follow(source: SuffixIndex | None, token: int, match: Match) -> Match | Non
 
 
 def _advance(sources: Sources, token: int, resume: ResumePoint | None) -> ResumePoint | None:
-    """Move the resume point past `token`, whether or not it proposed it."""
+    """Move the resume point past `token`, also if it proposed another."""
     source = sources[resume.source] if resume is not None else None
     return resume.advanced(source.text, token) if resume is not None and source is not None else None
 

@@ -1,7 +1,7 @@
 """Specify which tenants, sessions and groups are kept, and what leaves: budgets, eviction, erasure.
 
 Implemented by csrc/cache/entries, eviction and fair_order. Not specified here: budgets in bytes, which count measured
-memory. They evict in the same order, and tenants that take much beside their texts.
+memory. They evict in the same order, and evict tenants too whose memory beside their texts is large.
 """
 
 from collections import Counter
@@ -15,13 +15,13 @@ from tests.oracle.kept import CacheEntry, Group, Session, Tenant, work_on
 from tests.oracle.names import Key, Names
 from tests.oracle.scoring import Learned
 
-GENERATIONS = 16  # generations of a family that are searched for its root
+GENERATIONS = 16  # ancestors of a session that are searched for its family's root
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
 ENTRY_WEIGHT = 64  # tokens that a session or group weighs on top of its own
 EVERYTHING = 1 << 62
 NO_LIMIT = Budget()
 
-TENANT_BITS, SESSION_BITS = 18, 14  # slots of the reranker, as a power of two
+TENANT_BITS, SESSION_BITS = 18, 14  # log2 of the reranker's slots
 
 
 def heavy(parts: Iterable[tuple[str, int]]) -> set[str]:
@@ -61,7 +61,7 @@ class CacheEntries:
             corpus.drop_before(self.now(tenant) + 1 - self.window.size)
 
     def entries_of(self, names: Names) -> tuple[Tenant | None, Session | None, Group | None]:
-        """Return the tenant, session and group that a request or turn names, made if need be and marked as used."""
+        """Return the tenant, session and group that a request or turn names, created if need be and marked as used."""
         if names.tenant is None:
             return None, None, None
         tenant = self.tenants.setdefault(names.tenant, Tenant(names.tenant, owner=names.tenant))
@@ -94,7 +94,7 @@ class CacheEntries:
         return session.family if isinstance(session, Session) else None
 
     def _group(self, names: Names, tenant: Tenant) -> Group | None:
-        """Return a named group, or else a session's family, which holds responses without what their prompts quote."""
+        """Return the named group, or else the session's family. Both hold responses, not prompts."""
         key = self._group_key(names, tenant)
         group = None if key is None else self._entry(key, Group, tenant, names)
         assert group is None or isinstance(group, Group)
@@ -128,7 +128,7 @@ class CacheEntries:
         return self.tenants.get(tenant)
 
     def find_held(self, names: Names) -> tuple[Tenant | None, Session | None, Group | None]:
-        """Return the held entries that a turn names, and mark none as used. A held session brings its family."""
+        """Return the held entries that a turn names, and mark none as used. A held session's family is created."""
         tenant = None if names.tenant is None else self.tenants.get(names.tenant)
         if tenant is None:
             return None, None, None
@@ -214,7 +214,7 @@ class CacheEntries:
             self.forget_if_empty(group)
 
     def free_session(self, tenant: str | None, name: str) -> None:
-        """Evict a session and its family if it is the root, when none of its requests run."""
+        """Evict a session, and the family that it is the root of, as soon as none of its requests runs."""
         session = self.held.get(("session", tenant or "", name))
         if isinstance(session, Session):
             session.final = True
@@ -247,7 +247,7 @@ class CacheEntries:
         return budget
 
     def reload(self) -> None:
-        """Forget what was restored from the store, as saving and loading do: it may hold other turns by then."""
+        """Mark nothing as restored from the store, as saving and loading do: the store may hold more by then."""
         for entry in (*self.held.values(), *self.tenants.values()):
             entry.loaded = False
             if isinstance(entry, Group) and entry.key[0] == "family":
@@ -269,7 +269,8 @@ class CacheEntries:
 
         If tenants' corpora are more than half of what is held, drop the oldest document of the least recently used
         tenant. Otherwise drop the least recently used session or group that no running request drafts from. Where
-        only others are left, drop the older half of the least recently used one. Owners who hold little are spared.
+        only others are left, drop the older half of the least recently used one. If `only` is None, spare owners who
+        hold little.
         """
         shared = [t for t in self.tenants.values() if t.corpus.documents and (only is None or t is only)]
         entries = [h for h in self.held.values() if h.tokens > 0 and (only is None or h.tenant is only)]
@@ -303,7 +304,7 @@ class CacheEntries:
         return most is not None and self.size(tenant) > most
 
     def _load_again(self, entry: CacheEntry) -> None:
-        """Note that the store may hold more of an entry, of which nothing is left. A family comes with its root."""
+        """Mark an emptied entry as not loaded: the store may hold more of it. A family is loaded with its root."""
         entry.loaded = False
         kind, of_tenant, name = entry.key
         if kind == "family" and ("session", of_tenant, name) in self.held:

@@ -3,10 +3,10 @@
 Implemented by csrc/index.
 
 An index is an append-only log of tokens and all its indexed positions, sorted by what precedes them. The context of
-position p is text[p-1], text[p-2], ... back to a boundary or to the start of the text, without a limit of depth. Where
-contexts differ, the one that ended comes first, then tokens in the order of their numbers; of two that ended at the
-same depth the smaller position comes first. So all occurrences of a piece of text are neighbours, and the longest match
-of a context is next to where it would be inserted.
+position p is text[p-1], text[p-2], ... back to a boundary or to the start of the text, however far. Contexts are
+compared in this direction, and the first difference decides. A context that has ended comes first; tokens come in the
+order of their numbers. Of two contexts that ended at the same depth, the smaller position comes first. So all
+occurrences of a piece of text are neighbours, and the longest match of a context is next to where it would be inserted.
 """
 
 from bisect import bisect_left
@@ -55,7 +55,7 @@ class SuffixIndex:
         return len(self._order)
 
     def append(self, tokens: list[int], findable: bool = True) -> None:
-        """Add tokens to the log. Those that are not findable are context only: no look-up returns them."""
+        """Add tokens to the log. With findable=False they are context only: no look-up returns them."""
         begin = len(self.text)
         self.text.extend(tokens)
         if findable and tokens:
@@ -109,8 +109,8 @@ class SuffixIndex:
     def remove(self, begin: int, end: int, budget: int) -> int:
         """Remove positions of whole documents from the index, newest first and at most `budget`. Return how many.
 
-        Fewer than `budget` means that all of them are gone. Pending positions of the range will never be indexed.
-        The text of what is gone is overwritten with BOUNDARY.
+        If fewer than `budget` were removed, none is left. Pending positions of the range will never be indexed. The
+        text of removed positions is overwritten with BOUNDARY.
         """
         end = min(end, len(self.text))
         self._forget_pending(begin, end)
@@ -130,7 +130,7 @@ class SuffixIndex:
         return done
 
     def clear(self) -> None:
-        """Forget everything but the version, which goes on."""
+        """Empty the index and raise its version."""
         version = self.version + 1
         self.__init__()  # type: ignore[misc]
         self.version = version
@@ -166,7 +166,7 @@ class SuffixIndex:
         return self._first(after)
 
     def _first(self, condition: Callable[[int], bool]) -> int:
-        """Return the rank of the first sorted position that meets a condition, which all behind it meet too."""
+        """Return the rank of the first sorted position that meets the condition. All behind it must meet it too."""
         return bisect_left(self._order, True, key=condition)
 
     def _agreement(self, position: int, context: list[int], length: int) -> int:
@@ -174,7 +174,7 @@ class SuffixIndex:
 
 
 def _agreement(a: list[int], i: int, b: list[int], j: int) -> int:
-    """Count the equal tokens before a[i] and before b[j], up to a boundary: a few singly, then in whole pieces."""
+    """Count the equal tokens before a[i] and before b[j], up to a boundary. Compare a few singly, then whole pieces."""
     limit = min(i, j)
     for depth in range(min(limit, 8)):
         token = a[i - 1 - depth]

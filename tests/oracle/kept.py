@@ -16,13 +16,13 @@ class Tenant:
     """Hold what all sessions of one tenant share: finished responses, and what was learned about drafts."""
 
     name: str
-    owner: str = ""  # whom it counts for when memory is scarce
+    owner: str = ""  # who it counts for when memory is scarce
     learned: Learned | None = None
     used: int = 0
     running: int = 0
     corpus: Corpus = field(default_factory=Corpus)
     loaded: bool = False  # what the store holds of its corpus was restored
-    written: int = 0  # tokens of the responses that its requests finished so far
+    written: int = 0  # tokens of all responses finished so far
 
 
 @dataclass(slots=True, eq=False)
@@ -33,12 +33,12 @@ class Session:
     tenant: Tenant
     learned: Learned | None = None  # from its requests that share nothing
     turns: Turns = field(default_factory=Turns)
-    owner: str = ""  # whom it counts for when memory is scarce
+    owner: str = ""  # who it counts for when memory is scarce
     running: int = 0
     gone: bool = False
     loaded: bool = False  # what the store holds of it was restored
     family: str | None = None  # the session whose agent started this one, or an ancestor of that
-    final: bool = False  # its client has ended it: it goes when none of its requests run
+    final: bool = False  # its client has ended it: evicted once none of its requests runs
 
     @property
     def index(self) -> SuffixIndex:

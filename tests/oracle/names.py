@@ -1,4 +1,4 @@
-"""Name what requests and turns belong to. Implemented by csrc/cache/entry."""
+"""Name the session, group and tenant of requests and turns. Implemented by csrc/cache/entry."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,17 +6,17 @@ from typing import Literal
 from agentspec.cache import Scope
 
 Key = tuple[Literal["session", "group", "family"], str, str]
-"""Kind, tenant, name. A session without a group uses its family's, under the name of the family's root."""
+"""Kind, tenant and name of an entry. A session without a group uses its family, named after the family's root."""
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Hold what a request or a stored turn belongs to.
+    """Hold the session, group, tenant and owners of a request or a stored turn.
 
-    tenant: "" for all that name none, None for what belongs to none. shared: it uses its named group and its tenant.
-    family: the session that started this one, or the root of its family. owner, tenant_owner: whom session and group,
-    and the tenant, count for from now on; None: as before, at first the tenant. stored: a stored turn's names, whose
-    owner holds for new entries only.
+    tenant: "" if none was named; None under the scope "none". shared: it also uses its named group and its tenant.
+    family: the session that started this one, or the root of its family. owner: who the session and the group count
+    for when memory is scarce. tenant_owner: who the tenant counts for. None keeps the present owner; the first owner is
+    the tenant. stored: these are the names of a stored turn, whose owner holds for new entries only.
     """
 
     session: str | None
@@ -32,7 +32,7 @@ class Names:
     def of(
         cls, scope: Scope, session: str | None, group: str | None, tenant: str | None, family: str | None
     ) -> "Names":
-        """Return the names under a scope. tenant: None where none is named."""
+        """Return the names that a request uses under a scope. tenant: None if it names none."""
         if scope == "none":
             return cls(None, None, None, False)
         return cls(session, group, tenant or "", scope == "tenant", family)

@@ -14,11 +14,11 @@ from tests.oracle.kept import CacheEntry, Group, Session, Tenant
 from tests.oracle.scoring import Candidate, Learned
 from tests.oracle.session import BLOCK, Context, Turn
 
-CHECKED = MAX_DRAFT + 1  # tokens at the end of a known text that a step compares with the engine's
+CHECKED = MAX_DRAFT + 1  # tokens at the end of a request's text that a step compares with the engine's
 PUBLIC, SIBLING = SOURCES.index("public"), SOURCES.index("sibling")
 PREDICTION, QUOTE = SOURCES.index("prediction"), SOURCES.index("quote")
-ASKED_SIBLINGS = 8  # running requests of a group that one of them looks into in each step,
-ASKED_TOKENS = 1024  # and tokens of its end that it looks for, but for the present sibling
+ASKED_SIBLINGS = 8  # other requests of its group that a request searches in a step
+ASKED_TOKENS = 1024  # tokens of its end that it searches for; in its present sibling it searches for all
 
 Drafter = SuffixDrafter | ArcticSuffixRule
 
@@ -48,9 +48,9 @@ class Request:
     own_group: bool
     index: SuffixIndex = field(default_factory=SuffixIndex)  # the whole text; only what the session lacks is findable
     sibling: "Request | None" = None  # another running request of its group, whose text it drafts from
-    next_asked: int = 0  # place among the group's running requests of the one to look into next
-    prediction: SuffixIndex = field(default_factory=SuffixIndex)  # what is expected, behind the end of the prompt
-    quotes: bool = False  # whether `prediction` is what the response may quote
+    next_asked: int = 0  # index of the request to search next, among the group's running requests
+    prediction: SuffixIndex = field(default_factory=SuffixIndex)  # the expected response, behind the end of the prompt
+    quotes: bool = False  # whether `prediction` holds texts that the response may quote instead
     state: MatchState = field(default_factory=MatchState)
     draft: Draft = field(default_factory=Draft)
 
@@ -62,12 +62,12 @@ class Request:
         drafter.start(self.index, prompt, begin, end)
 
     def goes_on_in(self, row: list[int]) -> bool:
-        """Return whether the engine's row begins with the text. Compares the last CHECKED tokens: no step adds more."""
+        """Return whether the engine's row begins with the text. Compare the last CHECKED tokens: no step adds more."""
         text = self.index.text
         return len(row) >= len(text) and row[: len(text)][-CHECKED:] == text[-CHECKED:]
 
     def rewind(self, drafter: Drafter, row: list[int]) -> None:
-        """Cut the text to what the engine's row still begins with: the engine took back the rest."""
+        """Cut the text to the prefix that the engine's row shares. The engine took back the rest."""
         text = self.index.text
         kept = text[: common_prefix(text, row)]
         prompt = kept[: self.prompt_length]
@@ -86,7 +86,7 @@ class Request:
         checked = self.draft.taken[: max(num_verified, 0)]
         drafted = [candidate.token for candidate in checked]
         right = common_prefix(drafted, tokens)
-        if BOUNDARY in drafted:  # they were forgotten; a step gives the accepted tokens and one more
+        if BOUNDARY in drafted:  # forgotten tokens; a step brings the accepted tokens and one more
             right = min(len(drafted), len(tokens) - 1)
         for depth, candidate in enumerate(checked):
             source = self.source_of(candidate)
@@ -118,7 +118,7 @@ class Request:
     def choose_sibling(self, running: Sequence["Request"]) -> None:
         """Choose the running request of its group whose text has the longest match of this one's end.
 
-        It asks the present one and, in turn, others. Requests of an erased session take no part.
+        It searches its present sibling and, in rotation, others. Requests of an erased session take no part.
         """
         before, self.sibling = self.sibling, None
         members = [each for each in running if self.group and each.group is self.group]

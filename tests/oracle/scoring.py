@@ -19,12 +19,12 @@ from agentspec.cache.types import SOURCES
 from tests.oracle.index import Match, SuffixIndex
 
 CANDIDATES = 4  # scored at each position of a draft
-_CLIP = 9.0  # log-odds are clipped to this, either side of 0
+_CLIP = 9.0  # log-odds are clipped to at most this far from 0
 _MOST_MISSES = 4  # misses in a row that a resume point survives
 _WORTH_RESUMING = 4  # match length from which on a place is worth resuming
 
 
-RESUME = 4  # the resume point's kind; other proposals have their source as kind, and from there on the next
+RESUME = 4  # kind of a resume point's proposals; others have their source's number, from 4 on plus 1
 KINDS = 8
 LENGTH_BOUNDS = (1, 2, 3, 4, 6, 9, 15, 31)
 
@@ -147,7 +147,7 @@ class Candidate:
     """Hold a possible next token.
 
     rank: 0 the source's most frequent successor, 1 its second, 2 the resume point's. match_length: tokens of context
-    that agree. share: part of the `count` occurrences looked at that the token follows. place: where it was found in
+    that agree. share: fraction of the `count` listed occurrences that the token follows. place: its position in
     its source. slots: of the reranker's features.
     """
 
@@ -166,7 +166,7 @@ class Candidate:
 class ScoredPosition:
     """Hold the scored candidates, likeliest by the table first, the token taken, and (token, cell) of every proposal.
 
-    best: the likeliest candidate. taken: the likeliest candidate, unless another drafter's token was taken.
+    best: the candidate with the highest final probability. taken: the same, or another drafter's token.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -186,7 +186,7 @@ class ScoredPosition:
 class ResumePoint:
     """Remember a place whose copy went wrong once: text often goes on there after a replaced token.
 
-    place: of the token that it proposes. hits: tokens that agreed since the last that did not. misses: in a row.
+    place: position of the token that it proposes. hits: tokens that agreed since the last miss. misses: in a row.
     """
 
     source: int
@@ -338,7 +338,7 @@ def _choose(proposals: list[_Proposal]) -> list[_Proposal]:
 
 
 def _agreement(proposals: list[_Proposal], token: int) -> int:
-    """Return two bits for each kind: 0 it proposes nothing, 1 the token is its first, 2 its second, 3 it has others."""
+    """Return two bits for each kind: 0 it proposes nothing, 1 the token first, 2 the token second, 3 only others."""
     code = 0
     for proposal in proposals:
         says = 3 if proposal.token != token else 2 if proposal.rank == 1 else 1

@@ -24,7 +24,7 @@ FACTORS = [_mix((i + 1) * 0x9E3779B97F4A7C15 % WORD) | 1 for i in range(BLOCK)]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Stand for the first `length` tokens of a conversation by a 64-bit hash of them; 0 for none."""
+    """Name the first `length` tokens of a conversation by their 64-bit hash, which is 0 for no tokens."""
 
     hash: int = 0
     length: int = 0
@@ -57,7 +57,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Stand for the first `length` tokens of a context, the last of which are before text[position]."""
+    """Hold a known prefix of a context: its length, and the position behind it in the text."""
 
     length: int
     position: int
@@ -65,10 +65,10 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Hold where a text begins.
+    """Hold where a document begins.
 
-    context: what it continues. parent: where that ends in the text; None: it isn't there. start: the boundary in front.
-    begin: the first token of its own. missing: tokens in front of its context whose text isn't there.
+    context: what it continues. parent: position behind that context; None: it isn't in the text. start: position of the
+    boundary in front. begin: its first own token. missing: tokens at the front of its context that aren't in the text.
     """
 
     context: Context
@@ -84,8 +84,8 @@ class Turns:
 
     A turn that continues the text's end goes on in its document. Any other begins a document, behind a boundary and
     the last tokens of the context that it continues. places: ends of contexts, by hash: at block boundaries, behind the
-    first token of each document, and at turns' ends. None stands for a boundary whose text isn't there, but text of its
-    block is. records: ends of the turns that came from or went to the store.
+    first token of each document, and at turns' ends. None marks a block boundary whose text isn't there although text
+    of its block is. records: ends of the turns that came from or went to the store.
     """
 
     index: SuffixIndex = field(default_factory=SuffixIndex)
@@ -170,9 +170,10 @@ class Turns:
     def _longest(
         self, contexts: list[Context], position: int | None, tokens: list[int], most_missing: int
     ) -> Prefix | None:
-        """Return the longest known of the contexts, each of which goes on with a token, from the last boundary on.
+        """Return the longest known context, searched for from the last known block boundary on.
 
-        position: where the first of them ends, if it is known. most_missing: tokens in front that need not be there.
+        contexts[i] is the context in front of tokens[i]. position: where contexts[0] ends in the text, if known.
+        most_missing: tokens at the front of a context whose text may be missing.
         """
         for at in range(len(tokens), 0, -1):
             if contexts[at].length % BLOCK == 0 and contexts[at].hash in self.places:
@@ -189,7 +190,7 @@ class Turns:
     def _furthest(
         self, contexts: list[Context], position: int | None, tokens: list[int], most_missing: int
     ) -> Prefix | None:
-        """Return the furthest known end before the next boundary: in the text behind each place on the way."""
+        """Return the furthest known end before the next block boundary, in the text behind each place on the way."""
         best: Prefix | None = None
         limit = min(len(tokens), BLOCK - 1 - contexts[0].length % BLOCK)
         for at in range(limit + 1):
@@ -205,9 +206,9 @@ class Turns:
         return best
 
     def _parent_of(self, turn: Turn) -> int | None:
-        """Return where the context that a turn continues ends.
+        """Return the position behind the context that a turn continues; None if it isn't in the text.
 
-        That is at a place, or behind the last boundary before it, or in a document that begins between the two.
+        It is a known place, or lies in the text behind the last block boundary, or in a document that begins after it.
         """
         position = self.places.get(turn.parent)
         if position is not None:
@@ -237,7 +238,7 @@ class Turns:
             self.places[context.hash] = position
 
     def _begin_document(self, prefix: Prefix | None, context: Context, behind: Context) -> None:
-        """Begin a document behind a context, whose end is known if there is a prefix."""
+        """Begin a document that continues a context. prefix: its end, if known. behind: the context one token later."""
         start = len(self.index)
         if start > 0:
             self.index.append_boundary()
