@@ -29,7 +29,7 @@ MULTIPLE = 2.0
 """Longest step that agentspec's budget of draft tokens allows, as a multiple of a plain step's duration."""
 QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 HELD = ("median", "p95", "p99")
-"""Quantiles that must stay within MULTIPLE. The maximum is not one: on a shared machine it is an accident."""
+"""Quantiles that must stay within MULTIPLE. The maximum need not: on a shared machine another process may cause it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -234,7 +234,7 @@ class OtherDrafters:
                         draft = _suffix_draft(caches[setting.depth], call.line, text[:at], setting)
                         due[name] += _verify(draft, text[at:], counts[name])
             for cache in caches.values():
-                cache.add_active_response(call.line, text[max(begin, end - 1) :])  # nothing where nothing was said
+                cache.add_active_response(call.line, text[max(begin, end - 1) :])  # empty if the response is
                 cache.stop_request(call.line)
             for found in counts.values():
                 found.tokens += end - begin

@@ -38,7 +38,7 @@ from agentspec.simulate import Call, simulate
 COSTS = (0.01, 0.03)
 ENDINGS = (".py", ".md", ".rst", ".toml", ".cfg")
 LONGEST, LONGEST_WHOLE = 30_000, 12_000  # characters of a file
-COMMITS = 700  # newest ones that are looked at
+COMMITS = 700  # newest commits that are read
 END = 2
 LINE = (
     "{workload:14} price {price:<5} quotes {quotes!s:5} {tokens:8,} tokens in {steps:7,} steps "
@@ -59,9 +59,9 @@ VIEWS: dict[str, Callable[[str], str]] = {
 
 @dataclass(frozen=True)
 class Edit:
-    """An edit of a file. response: the edit, in the form ``kind``.
+    """Hold one edit of a file. response: the edit itself, in the form ``kind``.
 
-    shown: the file before it, in one of the forms, and then other files.
+    shown: the file before the edit, then the other files, all in one form.
     """
 
     file: str
@@ -76,7 +76,7 @@ class Edit:
 
     @property
     def body(self) -> bytes:
-        """Return what a client would send, as far as quoting depends on it."""
+        """Return the parts of a client's HTTP body that quoting depends on."""
         shown = [{"role": "tool", "content": text} for text in self.shown]
         if self.kind == "diff":
             return json.dumps({"messages": [{"role": "system", "content": "Answer with a ```diff."}, *shown]}).encode()
@@ -85,7 +85,7 @@ class Edit:
 
 
 class QuotingCache(SuffixCache):
-    """A cache whose requests may quote what they are told before they start."""
+    """Start requests that may quote `quotable`, which is set before each start."""
 
     quotable: Any = ()
 
@@ -94,7 +94,7 @@ class QuotingCache(SuffixCache):
 
 
 class Tekken:
-    """Mistral's tokenizer, from the file that mistral_common has."""
+    """Encode text as Mistral's tokenizer does, from mistral_common's file."""
 
     def __init__(self, file: Path) -> None:
         import tiktoken
@@ -220,7 +220,7 @@ def ended(response: Tokens) -> Tokens:
 def replay(
     kind: str, edits: Sequence[Edit], calls: Sequence[Call], cost: float, quotes: Quotes | None
 ) -> dict[str, Any]:
-    """Replay the calls. quotes: reads what they may quote, as the server does with tools; None: nothing."""
+    """Replay the calls. quotes: finds what each may quote, as the server does; None: they quote nothing."""
     cache = QuotingCache(policy=DraftPolicy(cost=cost))
 
     def asked() -> Iterator[Call]:

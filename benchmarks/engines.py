@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser, methods: Sequence[str], max_pro
 
 
 def add_recording(parser: argparse.ArgumentParser, workload: str | None = None) -> None:
-    """Register which recording to read, `workload` if not None, and that the figures may be printed as JSON."""
+    """Register `--traces`, `--workload` and `--json`. workload: default of `--workload`; None: it is required."""
     add = parser.add_argument
     trace_files.add_option(parser)
     what = "which recording" if workload is None else "recording with several samples a problem (%(default)s)"

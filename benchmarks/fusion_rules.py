@@ -53,7 +53,7 @@ def _draft_by_threshold(
 
 
 def continuation(text: NDArray[np.integer], threshold: int, most: int) -> list[int] | None:
-    """Return up to `most` tokens that followed the longest earlier occurrence of the text's end, of several the latest.
+    """Return up to `most` tokens that followed the longest, then latest, earlier occurrence of the text's end.
 
     text: [n] tokens. None: no occurrence has `threshold` tokens.
     """
@@ -87,7 +87,7 @@ def _as_step_drafts(drafts: Sequence[Sequence[int]], fed: StepDrafts) -> StepDra
 
 
 def fix_prices(pass_price: float) -> None:
-    """Let a step without drafts take a second for each row, and a drafter's pass `pass_price` of one."""
+    """Make fusion reckon with fixed times: 1 s a row for a step without drafts, `pass_price` s for a drafter's pass."""
 
     def passes_for(tokens: int) -> int:
         return 0 if tokens == RESTS else max(1, tokens)

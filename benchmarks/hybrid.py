@@ -172,9 +172,9 @@ def _prompts(tokenizer: Any, seed: int) -> list[list[int]]:
 
 
 def deepen(model: Path, layers: int, folder: Path) -> Path:
-    """Write a copy of a Llama that has `layers` layers. Those that it has not add nothing to its hidden states.
+    """Write a copy of a Llama with `layers` layers, of which the added ones leave the hidden states as they are.
 
-    Return its folder.
+    Return the copy's folder.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -258,9 +258,9 @@ def row(load: str, method: str, total: ReplayResult, prices: Prices | None = Non
 def compare(load: str, methods: dict[str, ReplayResult], prices: Prices | None = None) -> list[dict[str, Any]]:
     """Return the ratios of tokens/second between the methods that ran. With prices: of tokens a unit of work.
 
-    The hybrid is set against the best single method and against itself without judging, a drafter beside agentspec
-    against the better of its two parts and against the fixed threshold. ``noise``: standard error of the ratio, from
-    the turns that both methods took on the same calls. ``cpu_ratio``: of tokens a second of CPU time.
+    The hybrid is compared with the best single method, and with itself without `score_suffix_drafts`. A drafter beside
+    agentspec is compared with the better of its two parts, and with the fixed threshold. ``noise``: standard error of
+    the ratio, from the turns that both methods took on the same calls. ``cpu_ratio``: of tokens a second of CPU time.
     """
 
     def better(parts: Sequence[str]) -> str:

@@ -50,7 +50,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """Hold agentspec's index, drafting by ArcticInference's rule and by its own, and ArcticInference's."""
+    """Hold agentspec's index, once with ArcticInference's rule and once with its own, and ArcticInference's index."""
 
     arctic: AgentSpecIndex
     learned: AgentSpecIndex

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def replay(sessions: Sequence[Sequence[Record]], batch: int, step_seconds: float, *, thread: bool) -> Replay:
-    """Replay the sessions. step_seconds: what a step takes beside the call."""
+    """Replay the sessions. step_seconds: how long each step waits before its call."""
     cache = SuffixCache(vocab_size=VOCABULARY)
     if thread:
         threading.Thread(target=cache.index_until_closed, daemon=True).start()

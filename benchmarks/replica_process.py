@@ -35,8 +35,8 @@ TURNS = 3
 
 @dataclass(slots=True)
 class Served:
-    """Hold what serving cost. calls: CPU seconds of the thread in the engine's calls of each step. wall: seconds of the
-    same. restored: turns that the store brought meanwhile."""
+    """Hold what serving cost. calls: CPU seconds of the thread in each step's engine calls. wall: seconds of the same
+    calls. restored: turns that the store brought meanwhile."""
 
     steps: int = 0
     tokens: int = 0
@@ -72,9 +72,9 @@ class Engine:
 
 
 class Game:
-    """Play requests of given text step by step, verified greedily. What ends makes place for the next of the requests.
+    """Play requests of given text step by step, verified greedily. A request that ends makes room for the next.
 
-    The drafts of the first of the engines decide how far a step gets. The others are given the same tokens, so that
+    The first engine's drafts decide how many tokens a step adds. The other engines are given the same tokens, so that
     they do the same work.
     """
 
@@ -86,7 +86,7 @@ class Game:
         self._count = 0
 
     def step(self, engines: Sequence[tuple[Engine, Served]], *, reverse: bool = False) -> None:
-        """Do one decode step of a full batch on each engine. reverse: on the last one first."""
+        """Do one decode step of a full batch on each engine. reverse: begin with the last engine."""
         started = [self._begin(number) for number, row in enumerate(self._rows) if row is None]
         rows = [row for row in self._rows if row is not None]
         if started or self._handle is None:
@@ -150,7 +150,7 @@ class Row:
     length: int
 
     def accept(self, draft: Sequence[int]) -> int:
-        """Take the accepted part of a draft and one token more. Return their number."""
+        """Add the accepted part of a draft and one more token. Return how many tokens were added."""
         given = accepted_tokens(draft, self.text[self.length : -1]) + 1  # the last token is never drafted
         self.length += given
         return given
@@ -170,10 +170,10 @@ class Replica:
     def serve(self, begin: float, seconds: float) -> dict[str, Any]:
         """Serve in real time for so long, from `begin` (time.monotonic()) on. Return what it cost.
 
-        Two engines do the same steps in turns, so that they see the same machine: one on the shared store, whose drafts
-        decide how far a step gets, and one on a store of its own in memory. For the first half of the time that one
-        knows what it said itself (`first`, `own`). For the second (`second`, `copy`) it begins with a copy of the first
-        one's suffix cache, so that it drafts from the same text, and only lacks persistence and following.
+        Two engines do the same steps in turns, so that they see the same machine. One is on the shared store, and its
+        drafts decide how many tokens a step adds. The other has a store of its own in memory. For the first half of
+        the time that one knows what it said itself (`first`, `own`). For the second half (`second`, `copy`) it begins
+        with a copy of the first one's suffix cache, so it drafts from the same text, without persistence and following.
         """
         first, own = self._take_turns(self._apart, begin, seconds / 2)
         copy = Engine("memory://", self._batch)
@@ -228,9 +228,9 @@ class Replica:
         return {"calls": served.calls, "at": at, "loaded": loaded, "cpu": cpu}
 
     def write(self, begin: float, turns: int, session: str | None = None) -> dict[str, float]:
-        """Save so many turns as fast as the store takes them. Return their tokens and the seconds that it took.
+        """Save `turns` turns as fast as the store takes them. Return their tokens, and the wall and CPU seconds.
 
-        session: of all of them; None: each has its own.
+        session: the session of all turns; None: each turn has its own.
         """
         persistence = self._shared.persistence
         records = [self._turn(session or f"written-{self._number}-{number}") for number in range(turns)]
@@ -245,7 +245,7 @@ class Replica:
         return {"tokens": tokens, "wall": time.monotonic() - wall, "cpu": time.process_time() - cpu}
 
     def say(self, text: Int32) -> float:
-        """Say a text in one step, finish it, and return the time of that (time.monotonic())."""
+        """Say a text in one step, finish its request, and return the time then (time.monotonic())."""
         engine = self._shared.engine
         engine.propose(_whole("said", text, prompt=8))
         engine.finish("said", len(text) - 8)
@@ -253,9 +253,9 @@ class Replica:
         return time.monotonic()
 
     def listen(self, text: Int32, known: int, seconds: float) -> float | None:
-        """Ask for drafts behind the first `known` tokens each step, until one is what follows. Return the time of that.
+        """Ask every step for a draft behind the first `known` tokens, until its first token is the text's next one.
 
-        None: it did not come within so many seconds.
+        Return the time then (time.monotonic()), or None if that took longer than `seconds`.
         """
         engine, until = self._shared.engine, time.monotonic() + seconds
         found, prompt = None, known - 1
@@ -332,7 +332,7 @@ def _run(pipe: Connection, url: str, number: int, text: Int32, batch: int) -> No
 
 
 def _steps(begin: float, seconds: float) -> Iterator[int]:
-    """Yield a number at the time of each step, for so long. A step that is late is not made up for."""
+    """Yield a number at the time of each step, for `seconds`. A step that is late is not made up for."""
     turn = 0
     while (now := time.monotonic()) < begin + seconds:
         if (wait := begin + turn * STEP_SECONDS - now) > 0:

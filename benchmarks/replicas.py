@@ -138,7 +138,7 @@ class Replica(SuffixCache):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Hold what one replay counted. ratio: its tokens a step over one replica's. target: of those that share."""
+    """Hold what one replay counted. ratio: its tokens a step over one replica's. target: only if they share."""
 
     workload: str
     replicas: int

@@ -140,7 +140,7 @@ def _shifted(call: Call, by: int) -> Call:
 
 
 def figures(results: Mapping[str, Sequence[ReplayResult]], batch: int) -> list[dict[str, Any]]:
-    """Return what is compared with a target, and without one what agentspec gains with its history off."""
+    """Return the ratios of the other contenders' steps to agentspec's, and of its speed to theirs, with targets."""
     rows = []
     for ours in (name for name in OURS if name in results):
         found = results[ours]

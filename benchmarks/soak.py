@@ -48,19 +48,19 @@ MODEL = ROOT / "demo" / "model"
 TOKEN_BYTES = 12
 SAMPLE_SECONDS = 2.0
 STALL_SECONDS = 1e-3
-USUAL_TIMES = 3.0  # so many times the usual work of a step is a stall where that takes longer than STALL_SECONDS
-LEAST_WORK = 1e-4  # seconds of work that a step with a start, an end or a stored turn has at least
-WORK_SECONDS = 4e-4  # what most steps take beside their drafting, on a machine with other work
+USUAL_TIMES = 3.0  # work over STALL_SECONDS and over this many times the usual is a slow step
+LEAST_WORK = 1e-4  # least work of a step that starts or ends a request or takes a stored turn, in seconds
+WORK_SECONDS = 4e-4  # usual work beside drafting, on a machine with other work
 WORK_READS = 20_000
 TOUCHED_BYTES = 12 << 30  # several times what all processes of a run take
 LEAST_DRAFTS = 8  # two in each quarter
 LEAST_DRIFT = 0.9
-LEAST_CHANCE = 1e-3  # with less, worse drafts at the end are no chance
+LEAST_CHANCE = 1e-3  # below this probability, worse drafts at the end are not chance
 SHUFFLES = 10_000
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # vLLM's own memory would grow for longer than a short run, and hide ours
+    # Without this, vLLM's own memory would keep growing during a short run, and hide agentspec's.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
     "MALLOC_ARENA_MAX": "2",
 }
@@ -73,7 +73,7 @@ OPTIONS = (
 class FixedWork:
     """Read memory at random in a process of its own, and count how many equal pieces of it take long.
 
-    A piece takes about WORK_SECONDS of CPU time. What slows some of them down is the machine's doing.
+    A piece takes about WORK_SECONDS of CPU time. If some take longer, the machine is the cause.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class FixedWork:
         self._process.start()
 
     def stop(self) -> float:
-        """Return the share of the pieces that took STALL_SECONDS and more, if their median is WORK_SECONDS."""
+        """Return the share of pieces over STALL_SECONDS, after scaling times to a median of WORK_SECONDS."""
         self._ended.set()
         share: float = self._result.recv()
         self._process.join()
@@ -107,9 +107,9 @@ def _work(ended: Event, result: Connection) -> None:
 class Run:
     """Hold what was measured on one kind of store.
 
-    samples: one row each SAMPLE_SECONDS. missing: answered sessions that the store lacks; those whose records a full
-    queue dropped were never acknowledged. left: erased sessions that it still has. spare_bytes: of its store.
-    slow_pieces: the share of FixedWork that took long meanwhile.
+    samples: one row each SAMPLE_SECONDS. missing: answered sessions that the store lacks, including those whose records
+    a full queue dropped. left: erased sessions that it still has. spare_bytes: what its store takes beside records.
+    slow_pieces: the share of FixedWork's pieces that took long meanwhile.
     """
 
     store: str
@@ -146,10 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def touch_memory() -> None:
-    """Write to memory that the run's processes will get, in a process of its own, which frees it again.
+    """Write to much memory in a process of its own, which frees it again, so that the run finds it already mapped.
 
-    The host of a virtual machine gives it memory when that is first written, page by page, and what that takes counts
-    as CPU time of whatever the machine runs there: some 130 us a page, in any step.
+    The host of a virtual machine provides a page when it is first written. That takes some 130 us a page, and counts as
+    CPU time of the step that writes to it.
     """
     count = min(TOUCHED_BYTES, psutil.virtual_memory().available // 2) // 8
     process = get_context("spawn").Process(target=np.ones, args=(count,), daemon=True)
@@ -343,17 +343,17 @@ def _usual_work(beside: dict[str, Any]) -> float:
 
 
 def _steps_over(beside: dict[str, Any], seconds: float) -> int:
-    """Return how many steps surely had more work beside drafting than so many seconds. beside: its histogram."""
+    """Return how many steps surely had more than `seconds` of work beside drafting. beside: its histogram."""
     bounds = [0.0, *beside["bounds"]]
     return sum(count for least, count in zip(bounds, beside["counts"], strict=True) if least >= seconds)
 
 
 def _drift(rates: list[float]) -> tuple[float, float]:
-    """Return the mean of the last quarter over that of the second, when memory was full, and how likely that is.
+    """Return the mean of the last quarter over the second quarter's, and the probability of as low a mean by chance.
 
-    That is the share of ways to shuffle both quarters, the second scaled by LEAST_DRIFT, that give as low a mean of
-    the last (a permutation test). Rates have two modes, for a correction repeats its answer or does not, so a standard
-    error of a few says little.
+    The second quarter is the first with full memory. The probability is from a permutation test: both quarters, the
+    second scaled by LEAST_DRIFT, are shuffled. Rates have two modes, as a correction repeats its answer or doesn't, so
+    a standard error of a few rates says little.
     """
     part = len(rates) // 4
     first, last = np.array(rates[part : 2 * part]), np.array(rates[-part:])

@@ -8,7 +8,7 @@ from agentspec.testing.redis_server import RedisServer
 
 
 class Place(ABC):
-    """A store that can be made to fail. url: its store URL. spare_bytes: what it takes beside records."""
+    """Run a store that can be made to fail. url: its store URL. spare_bytes: what it takes beside records."""
 
     url: str
     spare_bytes: int
@@ -19,19 +19,19 @@ class Place(ABC):
 
     @abstractmethod
     def recover(self) -> None:
-        """End it."""
+        """End the outage."""
 
     @abstractmethod
     def size(self) -> int:
-        """Return what it takes on disk or in memory, in bytes."""
+        """Return what the store takes on disk or in memory, in bytes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop it and remove its data."""
+        """Stop the store and remove its data."""
 
 
 class RedisPlace(Place):
-    """A Redis server of its own, killed and restarted."""
+    """Run a Redis server, which an outage kills and its end restarts."""
 
     def __init__(self) -> None:
         self._server = RedisServer()
@@ -53,7 +53,7 @@ class RedisPlace(Place):
             with redis.Redis.from_url(self.url) as client:
                 self._size = int(client.info("memory")["used_memory"])
         except redis.RedisError:
-            pass  # it is away: the latest size stands
+            pass  # during an outage the last size stands
         return self._size
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class RedisPlace(Place):
 
 
 class SQLitePlace(Place):
-    """A file, locked by another connection."""
+    """Keep an SQLite file, which an outage locks from another connection."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "soak.db"

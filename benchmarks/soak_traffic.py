@@ -27,9 +27,9 @@ class Said:
     tokens: int = 0
     requests: Counter[str] = field(default_factory=Counter)
     finished: list[tuple[float, str]] = field(default_factory=list)
-    """(epoch seconds, session) of answers that came whole"""
+    """(epoch seconds, session) of complete answers"""
     touched: set[str] = field(default_factory=set)
-    """sessions that were aborted or erased, of which nothing need be left"""
+    """sessions that were aborted or erased; the store need not have them"""
     erased: list[str] = field(default_factory=list)
     drafts: list[tuple[float, float]] = field(default_factory=list)
     """(seconds since the start, tokens a step) of an agent's correction"""
@@ -123,7 +123,7 @@ class Traffic:
         try:
             self._openai.delete(f"/agentspec/sessions/{name}", cast_to=object, options={"max_retries": 0})
         except openai.InternalServerError as error:
-            if error.status_code != 503:  # the store is away, which is said
+            if error.status_code != 503:  # 503: the store is away, as in an outage
                 raise
             return
         with self._lock:

@@ -63,7 +63,7 @@ MOST_QUEUED = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Hold one figure. target: at most or at least what; met: None where there is none."""
+    """Hold one figure. target: "at most" or "at least" a value, "" without one; met: None without a target."""
 
     figure: str
     value: float

@@ -30,7 +30,7 @@ from agentspec.server_ext.pricing.step_cost import HIGHEST_COST, LOWEST_COST
 
 WORKLOAD, SAMPLES, EPOCHS = "rollouts_codegen", 8, 2
 FIXED = (400, 100, 25)
-"""Duration of a step without rows and drafts, in those that each row or draft token adds: a GPU's to a CPU's."""
+"""Fixed part of a step's duration, in units of what a row or draft token adds: from a GPU's to a CPU's."""
 
 Problem = list[dict[str, Any]]
 
@@ -46,7 +46,7 @@ class Lengths:
         self._of[group].append(length)
 
     def left(self, group: str, done: int) -> float:
-        """Return how many tokens the longer ones of the group had left after so many; of all groups if it has none."""
+        """Return the mean tokens left after `done` in the group's longer samples, else in all groups' ones."""
         longer = [known - done for known in self._of[group] if known > done]
         if not longer:
             longer = [known - done for each in self._of.values() for known in each if known > done]
@@ -92,7 +92,7 @@ def read_problems(traces: Path, workload: str, count: int) -> list[Problem]:
 
 
 Share = Callable[[Mapping[str, float]], float | Mapping[str, float]]
-"""Returns the share of the fixed time that a row's token saves: one for all rows, or each row's."""
+"""Takes the tokens left by row. Returns the share of the fixed time that a token saves: one for all, or by row."""
 
 
 def _shares(sharp: float) -> Share:
