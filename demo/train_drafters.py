@@ -59,7 +59,7 @@ choose the same token: {right}.
 
 
 class Batch:
-    """Hold what the target says of some sessions.
+    """Hold the target's answers on some sessions.
 
     ids [B, T]; hidden: its states behind AUX_LAYERS, [B, T, 3 H]; probabilities [B, T, V] of the next token; learn
     [B, T]: whether the token at this position belongs to a reply.
@@ -81,7 +81,7 @@ class Batch:
 def compared(logits: Tensor, batch: Batch, ahead: int) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy with the target, and the share of equal choices.
 
-    logits [B, T - ahead, V]: the drafter's, whose entry t says what follows the token t + ahead.
+    logits [B, T - ahead, V]: the drafter's; entry t predicts the token behind token t + ahead.
     """
     wanted = batch.probabilities[:, ahead:][:, : logits.shape[1]]
     learn = torch.zeros_like(batch.learn)
@@ -93,7 +93,7 @@ def compared(logits: Tensor, batch: Batch, ahead: int) -> tuple[Tensor, Tensor]:
 
 
 class DraftModel(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A Llama of two narrow layers that shares the target's vocabulary."""
+    """Define a Llama of two narrow layers that shares the target's vocabulary."""
 
     title, what = "A draft model for the demo's model", "A Llama with 2 layers of width 96"
 

@@ -26,8 +26,8 @@ site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 cd "$work/tree"
 # Reports go to the real stderr.
 [ $# -gt 0 ] || set -- -m pytest -q -p no:cacheprovider --capture=sys tests/cache --ignore tests/cache/test_stalls.py
-# Python itself never frees some of its memory, so leaks are not looked for here. libstdc++ comes with the runtime,
-# which otherwise does not find what throws.
+# Leaks are not checked, as Python itself never frees some of its memory. libstdc++ is preloaded with the runtime, which
+# otherwise does not find the function that throws exceptions.
 preload="$(g++ -print-file-name="${runtimes[$kind]}") $(g++ -print-file-name=libstdc++.so)"
 env PYTHONPATH="$work/tree:$site" PYTHONDONTWRITEBYTECODE=1 ASAN_OPTIONS=detect_leaks=0 \
   UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=report_signal_unsafe=0 LD_PRELOAD="$preload" "$python" -S "$@"

@@ -78,17 +78,17 @@ READ = (
     "vllm.v1.worker.gpu_input_batch:InputBatch",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model",
 )
-"""What the adapter calls, builds on, or replaces on one object alone."""
+"""Names that the adapter calls, builds on, or replaces on one object alone."""
 
 Fingerprints = dict[str, str | None]
-"""Digest by name, as "module:function" or "module:class.method"; None where this vLLM has no such thing."""
+"""Digest by name, as "module:function" or "module:class.method"; None where this vLLM lacks the name."""
 
 ReadFile = Callable[[str], str | None]
 """Returns a file's text by its path in the distribution, None where there is none."""
 
 
 def watched() -> list[str]:
-    """Return the names of all that is wrapped or read."""
+    """Return the names of all that agentspec wraps or reads."""
     return sorted({*(name_of(patch) for patch in PATCHES if not patch.adds), *READ})
 
 
@@ -98,7 +98,7 @@ def name_of(patch: Patch) -> str:
 
 
 def fingerprints(read: ReadFile) -> Fingerprints:
-    """Return the fingerprints of all that is watched."""
+    """Return the fingerprints of all watched names."""
     return {name: _fingerprint(read, name) for name in watched()}
 
 
@@ -131,7 +131,7 @@ def _find(read: ReadFile, module: str, path: list[str]) -> ast.AST | None:
 
 
 def _definitions(tree: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield what is defined in a module or class, inside `if` and `try` too."""
+    """Yield the definitions in a module or class, also those inside `if` and `try`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
@@ -232,7 +232,7 @@ def _installed_version() -> str | None:
 
 
 def check(place: str | None) -> int:
-    """Print what is not as recorded. Return 1 if there is anything, else 0."""
+    """Print what differs from the record. Return 1 if anything does, else 0."""
     found, read = open_vllm(place)
     record = load_record()
     known = reference(found, record)

@@ -1,4 +1,4 @@
-"""Fixtures of all tests."""
+"""Provide the fixtures of all tests."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Bounds on how long code takes, which neither a busy machine nor a slow one breaks."""
+"""Bound how long code takes, so that neither a busy machine nor a slow one breaks the bound."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ def cpu(call: Callable[[], object]) -> float:
 
 
 def beside(work: Callable[[], object], call: Callable[[], object], pause: float) -> tuple[list[float], float]:
-    """Do the work in a thread, and meanwhile call again and again, with pauses of so many seconds in between.
+    """Do the work in a thread, and meanwhile call again and again, with pauses of `pause` seconds in between.
 
     Return the CPU time that the thread took during each call, and for all of the work, in milliseconds. A call that
     waits for a lock of the thread lets it work for as long.
@@ -46,8 +46,8 @@ def beside(work: Callable[[], object], call: Callable[[], object], pause: float)
 def assert_fast(measure: Callable[[], Mapping[str, float]], **most: float) -> None:
     """Measure up to three times, until each figure has kept its limit once. Raises AssertionError if one never does.
 
-    What else the machine does makes a figure high now and then; slow code makes it high each time. So that the limits
-    hold on a machine of half the speed, they are a few times what is measured on an idle one.
+    Other work on the machine makes a figure high now and then; slow code makes it high each time. Limits are a few
+    times what is measured on an idle machine, so that they hold on one of half the speed.
     """
     least: dict[str, float] = {}
     for _ in range(_TRIES):

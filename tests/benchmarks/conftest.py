@@ -1,4 +1,4 @@
-"""The benchmark scripts import each other by name, as scripts do; here is a folder of traces for them."""
+"""Let the benchmark scripts import each other by name, as scripts do, and give them a folder of traces."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ def tokens(name):
 
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
-    """A folder with all workloads, each of three calls of 9 tokens."""
+    """Return a folder with all workloads, each of three calls of 9 tokens."""
     import trace_files
 
     folder = tmp_path / "traces"

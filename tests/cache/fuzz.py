@@ -30,7 +30,7 @@ ALPHABETS = ([3], [0, 1], [0, 1, LARGEST], list(range(12)), list(range(5000)))
 
 
 class Fuzzer:
-    """One world of caches; `run` makes calls and counts operations: a step appends to and proposes for each request."""
+    """Call core and oracle at random. `run` counts operations; a step is an append and a propose for each request."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.rng = random.Random(seed)
@@ -38,7 +38,7 @@ class Fuzzer:
         self.alphabet = self.rng.choice(ALPHABETS)
         self.policy = self.draw_policy()
         self.limits = self.draw_limits()
-        self.time_share = self.rng.choice([1.0, 1.0, 0.6, 0.1])  # of steps that have time beside drafting
+        self.time_share = self.rng.choice([1.0, 1.0, 0.6, 0.1])  # share of the steps that have time beside drafting
         # Where the alphabet has more tokens, prompts hold placeholders that the model cannot say.
         self.vocab_size = {12: 10, 5000: 4000}.get(len(self.alphabet), MAX_VOCAB)
         window = self.rng.choice(WINDOWS)
@@ -103,7 +103,7 @@ class Fuzzer:
                 self.done[name] += 1
 
     def fresh(self) -> list[int]:
-        """A little text: mostly a piece of what was said before."""
+        """Return a little text, mostly a piece of what was said before."""
         rng = self.rng
         kind = rng.random()
         if kind < 0.6:
@@ -121,7 +121,7 @@ class Fuzzer:
         return draft[: self.rng.randrange(len(draft) + 1)] + self.sayable(self.fresh()[: self.rng.randrange(1, 5)])
 
     def prediction(self) -> list[int]:
-        """Mostly none, and else a text that was said, changed a little."""
+        """Return a prediction: mostly none, or else a text that was said, changed a little."""
         if self.rng.random() < 0.7:
             return []
         said = self.sayable(self.rng.choice(self.said))
@@ -175,7 +175,7 @@ class Fuzzer:
         self.drafts.update(zip(batch, result.lists(), strict=True))
 
     def merge_drafts(self) -> None:
-        """Mostly for requests with a draft; often its own tokens to begin with, with other probabilities."""
+        """Merge drafts, mostly into requests with a draft, and often with its first tokens at other probabilities."""
         rng = self.rng
         batch = rng.choices(list(self.texts), k=rng.randrange(1, len(self.texts) + 1))
         offers = []
@@ -206,7 +206,7 @@ class Fuzzer:
         self.drafts.pop(request, None)
 
     def restore(self) -> None:
-        """Mostly turns of this world as they are; some in another session, renamed, hand-made or without a parent."""
+        """Restore a turn, mostly as it was finished; some in another session, renamed, made by hand or orphaned."""
         rng = self.rng
         if not self.turns:
             return
@@ -259,13 +259,13 @@ class Fuzzer:
         self.rng.choice([self.pair.begin_weights, self.pair.begin_epoch])()
 
     def publish(self) -> None:
-        """Some worlds have a public corpus early, some late; a second one replaces it."""
+        """Publish a public corpus, early or late in a run; a second one replaces it."""
         texts = self.rng.choices(self.said, k=self.rng.randrange(4))
         self.pair.publish([*texts, self.fresh()])
         self.pair.check_stats()
 
     def reload(self) -> None:
-        """Running requests are not part of a snapshot, so they are ended first."""
+        """Save and load the core. End the running requests first, as they are not part of a snapshot."""
         while self.texts:
             self.abort()
         self.pair.reload(self.folder, **self.limits)

@@ -51,7 +51,7 @@ def seal(data: bytearray) -> bytes:
 
 
 def snapshot(rng: random.Random, path: Path) -> bytearray:
-    """A small cache with sessions that branch, groups, tenants and something learned."""
+    """Return a snapshot of a small cache with branching sessions, groups, tenants and something learned."""
     cache = SuffixCache(policy=DraftPolicy(rerank=rng.random() < 0.3), vocab_size=VOCABULARY)
     contexts: list[list[int]] = [[]]
     for number in range(rng.randrange(1, 12)):

@@ -1,4 +1,4 @@
-"""Token streams that are hard on suffix indexes, and the core and the oracle side by side."""
+"""Make token streams that are hard on suffix indexes, and run the core and the oracle side by side."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ LARGEST = 2**31 - 1
 
 
 def fibonacci(length: int, a: int = 0, b: int = 1) -> list[int]:
-    """The Fibonacci word over two tokens: repeats everywhere, yet no period."""
+    """Return the Fibonacci word over two tokens: it repeats everywhere, yet has no period."""
     previous, current = [b], [a]
     while len(current) < length:
         previous, current = current, current + previous
@@ -37,7 +37,7 @@ def fibonacci(length: int, a: int = 0, b: int = 1) -> list[int]:
 
 
 class Pair:
-    """The core and the oracle side by side: every call goes to both, and every answer is compared."""
+    """Run the core and the oracle side by side: every call goes to both, and every answer is compared."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class Pair:
         *,
         has_time: bool = True,
     ) -> StepDrafts:
-        """A step whose engine array holds the texts in reverse order of rows, with rubbish behind them.
+        """Take a step whose engine array holds the texts in reverse order of rows, with rubbish behind them.
 
-        has_time: False: it may do nothing beside its drafting, so text waits to be indexed.
+        has_time: if False, the step does nothing beside its drafting, so text waits to be indexed.
         """
         width = max(map(len, texts), default=0) + 2
         table = np.full((len(texts) + 1, width), -1, np.int32)
@@ -127,7 +127,7 @@ class Pair:
         max_draft: Sequence[int],
         cost: float | None = None,
     ) -> Drafts:
-        """Tokens with their probabilities, given to requests as one array with rubbish behind each row."""
+        """Merge tokens with their probabilities, given as one array with rubbish behind each row."""
         shape = (len(offers), max(map(len, offers), default=0) + 1)
         tokens, probabilities = np.full(shape, -1, np.int32), np.full(shape, np.nan)
         for row, given in enumerate(offers):
@@ -211,7 +211,7 @@ class Pair:
         self.oracle.resize(limits_of(**limits))
 
     def reload(self, folder: Path, **limits: Any) -> None:
-        """The core is saved and goes on as what was loaded, which must answer as if nothing had happened."""
+        """Save the core and go on with the loaded one, which must answer as if nothing had happened."""
         self.core.save(folder / "snapshot")
         as_before: dict[str, Any] = {"policy": self.policy, "vocab_size": self.vocab_size, "history": self.history}
         self.core = SuffixCache.load(folder / "snapshot", **as_before, **limits)
@@ -237,7 +237,7 @@ def limits_of(
 
 
 def assert_same(ours: Drafts, expected: Sequence[Drafted]) -> None:
-    """Bit for bit."""
+    """Check that the core's drafts are the oracle's, bit for bit."""
     dtypes = [array.dtype for array in (ours.token_ids, ours.offsets, ours.sources, ours.probabilities)]
     assert dtypes == [np.int32, np.int32, np.uint8, np.float32]
     assert ours.match_lengths.dtype == np.int32

@@ -14,7 +14,7 @@ from .fake_server import FakeServer
 
 @pytest.fixture(autouse=True)
 def own_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test writes into the user's data directory, or takes keys from the environment."""
+    """Keep tests from writing into the user's data directory and from taking keys from the environment."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -22,7 +22,7 @@ def own_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    """Runs the extension."""
+    """Start a fake server that answers as agentspec's extension does."""
     fake = FakeServer(extension=True)
     yield fake
     fake.close()
@@ -30,7 +30,7 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def plain_server() -> Iterator[FakeServer]:
-    """Any other OpenAI-compatible server: refuses fields that the API does not have."""
+    """Start a fake server of another kind, which refuses fields that the API does not have."""
     fake = FakeServer(extension=False)
     yield fake
     fake.close()
@@ -55,5 +55,5 @@ def _in_asyncio(server: FakeServer, loop: str, *arguments: Any, **options: Any) 
 
 @pytest.fixture(params=[_synchronous, _in_asyncio], ids=["sync", "asyncio"])
 def run(request: pytest.FixtureRequest, server: FakeServer) -> Callable[..., tuple[LoopResult[Any], list[Any]]]:
-    """Runs a loop of a session named "s", and returns its result and the session's messages."""
+    """Return a function that runs a loop of the session "s" and returns its result and the session's messages."""
     return lambda loop, *arguments, **options: request.param(server, loop, *arguments, **options)

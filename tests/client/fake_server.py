@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server in a thread, strict about what it accepts; it records what it is sent."""
+"""Run a small OpenAI-compatible server in a thread. It is strict about requests, and records them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXTENSION_FIELDS = {"cache_salt", "return_token_ids", "session_id", "vllm_xargs"
 
 @dataclass
 class Received:
-    """One request as it came in; header names are lower case."""
+    """Hold one request as it came in; header names are lower case."""
 
     method: str
     path: str
@@ -31,7 +31,7 @@ class Received:
 
 @dataclass
 class FakeServer:
-    """`extension`: whether it answers as agentspec's extension does. The rest is set by each test."""
+    """Answer as each test says. extension: whether to answer as agentspec's extension does."""
 
     extension: bool = False
     api_key: str | None = None
@@ -40,7 +40,7 @@ class FakeServer:
     answers: list[dict[str, Any]] = field(default_factory=list)  # messages of the next replies
     probe: Callable[[], tuple[int, Any]] | None = None
     counts: dict[str, Any] | None = None
-    token_ids: tuple[list[int], list[int]] | None = None  # of prompt and answer, for those who ask
+    token_ids: tuple[list[int], list[int]] | None = None  # of prompt and answer, for requests that ask
     prediction_usage: tuple[int, int] | None = None  # accepted and rejected tokens
     finish_reason: str | None = None
     erasing: list[int] = field(default_factory=list)  # statuses of the next erasures; 202: something is left
@@ -66,7 +66,7 @@ class FakeServer:
 
     @property
     def erased(self) -> list[str]:
-        """The sessions that clients asked to erase."""
+        """Return the sessions that clients asked to erase."""
         paths = [request.path for request in self.received if request.method == "DELETE"]
         return [unquote(path.removeprefix("/v1/agentspec/sessions/")) for path in paths]
 
@@ -91,7 +91,7 @@ class FakeServer:
         return 404, {"error": {"message": f"no {path}", "type": "not_found"}}
 
     def refusal(self, body: dict[str, Any]) -> str | None:
-        """Why a strict server would refuse this body."""
+        """Return why a strict server would refuse this body, or None."""
         known = KNOWN_FIELDS | EXTENSION_FIELDS if self.extension else KNOWN_FIELDS
         if unknown := body.keys() - known:
             return f"unknown fields: {sorted(unknown)}"
@@ -110,7 +110,7 @@ class FakeServer:
         return None
 
     def answer(self, number: int) -> dict[str, Any]:
-        """The answer to the chat call with this number. Those that come at once have numbers of their own."""
+        """Return the answer to the chat call with this number. Calls at the same time have numbers of their own."""
         with self.taking:
             message = self.answers.pop(0) if self.answers else {"content": f"answer {number}"}
         reason = self.finish_reason or ("tool_calls" if message.get("tool_calls") else "stop")
@@ -134,7 +134,7 @@ class FakeServer:
 
 
 def chunks_of(answer: dict[str, Any], *, usage: bool) -> list[dict[str, Any]]:
-    """The answer as the chunks of a stream: text and tool arguments in pieces of three characters."""
+    """Return the answer as the chunks of a stream: text and tool arguments in pieces of three characters."""
     base = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     choice = answer["choices"][0]
     message = choice["message"]
@@ -168,7 +168,7 @@ def chunks_of(answer: dict[str, Any], *, usage: bool) -> list[dict[str, Any]]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers for the FakeServer that a subclass names."""
+    """Answer for the FakeServer that a subclass names."""
 
     state: FakeServer
     protocol_version = "HTTP/1.1"

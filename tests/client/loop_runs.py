@@ -15,7 +15,7 @@ def roles(messages: list[dict[str, Any]]) -> list[str]:
 
 
 def release(server: FakeServer, count: int) -> None:
-    """Let the server answer once so many calls wait for it."""
+    """Let the server answer once `count` calls wait for it."""
     assert server.hold is not None
     while len(server.chats) < count:
         time.sleep(0.01)
@@ -23,7 +23,7 @@ def release(server: FakeServer, count: int) -> None:
 
 
 def calls(*named: tuple[str, str]) -> dict[str, Any]:
-    """An answer with these tool calls."""
+    """Return an answer with these tool calls."""
     return {
         "tool_calls": [
             {"id": f"call-{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -33,7 +33,7 @@ def calls(*named: tuple[str, str]) -> dict[str, Any]:
 
 
 def short(answer: Reply[Any]) -> str | None:
-    """A critic."""
+    """Return what is wrong with an answer, as a critic does; None if it ends with 3."""
     return None if answer.text.endswith("3") else f"not 3 but {answer.text}"
 
 

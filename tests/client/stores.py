@@ -1,4 +1,4 @@
-"""A store that fails, or takes its time, when told to."""
+"""Provide a store that fails, or takes its time, when told to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentspec.errors import StoreUnavailableError
 
 
 class FailingStore(MemoryStore):
-    """A real store. failing: the methods that fail. delay: seconds that each call takes."""
+    """Fail in the methods named in `failing`. delay: seconds that each call takes."""
 
     def __init__(self, *failing: str) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 BIN = Path(__file__).parents[2] / ".clients" / "node_modules" / ".bin"
-"""Where `make test-clients` installs them."""
+"""Where `make test-clients` installs the agents."""
 
 
 @dataclass(frozen=True, slots=True)

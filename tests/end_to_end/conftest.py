@@ -1,4 +1,4 @@
-"""Real vLLM servers on the small model, started once for all tests of this folder."""
+"""Start real vLLM servers on the small model, once for all tests of this folder."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.end_to_end.mixed_load import mixed_load
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 DRAFTER = MODEL.parent / "drafter"
-"""The speculator that was trained for it."""
+"""The speculator that was trained for MODEL."""
 
 # Small limits, so that chunked prefill (64 tokens a step), preemption (few blocks) and the end of the context
 # (max-model-len) all happen within a few requests.
@@ -28,14 +28,14 @@ OPTIONS = (
     *("--block-size", "32", "--num-gpu-blocks-override", "50", "--enable-prompt-tokens-details"),
 )
 PRICED = ("--verify-cost", str(DEFAULT_COST))
-"""Tells the price of a draft token, so that what a server drafts does not depend on how busy the machine is."""
+"""Fixes the price of a draft token, so that drafts do not depend on how busy the machine is."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def speculating(
     config: dict[str, Any], log: Path, *options: str, model: Path = MODEL, by_vllm: bool = False
 ) -> ModelServer:
-    """A server with the extension, nothing stored, and a speculative config as its users write it.
+    """Return a server with the extension, a store in memory, and a speculative config as users write it.
 
     by_vllm: start it by ``vllm serve``, where only the options switch the extension on.
     """
@@ -51,7 +51,7 @@ def speculating(
 
 @pytest.fixture(scope="session")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The SQLite store of the ``fast`` server."""
+    """Return the path of the ``fast`` server's SQLite store."""
     return tmp_path_factory.mktemp("store") / "server.db"
 
 
@@ -59,7 +59,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, database: Path
 ) -> Iterator[dict[str, ModelServer]]:
-    """The servers that tests ask for, by the names of the fixtures below, started side by side."""
+    """Start the servers that tests ask for, side by side. Their names are those of the fixtures below."""
     stores = {"plain": None, "fast": f"sqlite:///{database}", "priced": "memory://"}
     asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     logs = tmp_path_factory.mktemp("logs")
@@ -88,30 +88,30 @@ def servers(
 
 @pytest.fixture(scope="session")
 def plain(servers: dict[str, ModelServer]) -> ModelServer:
-    """vLLM without the extension."""
+    """Return the server that is vLLM without the extension."""
     return servers["plain"]
 
 
 @pytest.fixture(scope="session")
 def fast(servers: dict[str, ModelServer]) -> ModelServer:
-    """vLLM with the extension as it is without options, SQLite store."""
+    """Return the server with the extension, without options, on an SQLite store."""
     return servers["fast"]
 
 
 @pytest.fixture(scope="session")
 def priced(servers: dict[str, ModelServer]) -> ModelServer:
-    """vLLM with the extension and a price, nothing stored."""
+    """Return the server with the extension and a fixed price, on a store in memory."""
     return servers["priced"]
 
 
 @pytest.fixture(scope="session")
 def plain_answers(plain: ModelServer) -> Answers:
-    """What vLLM without the extension answers to the mixed load, greedily."""
+    """Return the greedy answers of vLLM without the extension to the mixed load."""
     return run_all(plain, mixed_load())
 
 
 def run_script(name: str, *arguments: str, out: Path, in_process: bool = True) -> Any:
-    """Run a script of this folder; the JSON that it writes to ``out``. in_process: vLLM's engine is in its process."""
+    """Run a script of this folder. Return the JSON in ``out``. in_process: vLLM's engine is in the script's process."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(name)), *arguments, str(out)],
         env={

@@ -101,7 +101,7 @@ def write_dflash_head(source: Path, folder: Path) -> None:
 
 
 def write_split_draft_model(source: Path, folder: Path) -> None:
-    """Write the Llama in ``source`` with one head more, which changes no logit: its output has weights of zero.
+    """Write the Llama in ``source`` with one more head, which changes no logit: its output has weights of zero.
 
     So an odd number of heads splits over two ranks. The folder serves for parallel drafting, too.
     """

@@ -1,8 +1,8 @@
-"""Greedy answers with and without the extension, and how two of them may differ.
+"""Compare greedy answers with and without the extension, and tell ties from errors.
 
-A batch of another shape rounds differently: where two tokens are equally likely to within floating-point error,
-plain vLLM does not reproduce itself either. Such a tie is told from an error by asking the model: it must rate both
-tokens the same to within TIE.
+A batch of another shape rounds differently. Where two tokens are equally likely to within floating-point error, plain
+vLLM does not reproduce itself either. At a tie, the model rates both tokens the same to within TIE; otherwise the
+difference is an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ TIE = 2e-3
 
 
 def run_all(server: ModelServer, cases: list[Case]) -> dict[str, list[Answer]]:
-    """All cases, eight at a time."""
+    """Run all cases, eight at a time. Return the answers by case name."""
     with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=600) as client, ThreadPoolExecutor(8) as pool:
         return dict(zip((case.name for case in cases), pool.map(lambda case: case.run(client), cases), strict=True))
 
 
 def is_tie(server: ModelServer, expected: Answer, found: Answer) -> bool:
-    """Whether the two answers part at a token where the model without the extension cannot decide."""
+    """Return whether the answers differ first at a token where the model without the extension cannot decide."""
     pairs = enumerate(zip(expected.token_ids, found.token_ids, strict=False))
     at = next((i for i, (one, other) in pairs if one != other), None)
     if at is None or expected.prompt_ids != found.prompt_ids:
@@ -50,12 +50,12 @@ def is_tie(server: ModelServer, expected: Answer, found: Answer) -> bool:
 def differences(
     plain: ModelServer, expected: Answers, found: Answers
 ) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """(ties, errors): cases whose texts differ, with both texts."""
+    """Return (ties, errors): the cases whose texts differ, with both texts."""
     ties: list[tuple[str, str, str]] = []
     errors: list[tuple[str, str, str]] = []
     for name, answers in expected.items():
         for one, other in zip(answers, found[name], strict=True):
-            if one.text != other.text:  # a conversation's later turns then have other prompts: look no further
+            if one.text != other.text:  # later turns of this conversation have other prompts, so look no further
                 (ties if is_tie(plain, one, other) else errors).append((name, one.text, other.text))
                 break
     return ties, errors

@@ -1,4 +1,4 @@
-"""The mixed load of the identity test: each condition that could make a drafter go wrong, as plain API calls."""
+"""Make the mixed load of the identity test: plain API calls for each condition that could make a drafter go wrong."""
 
 import functools
 import random
@@ -22,7 +22,7 @@ SCHEMA: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the server wrote: the text, and the token ids of it and of its prompt (to tell ties from errors)."""
+    """Hold what the server wrote: the text, its token ids and its prompt's (to tell ties from errors)."""
 
     text: str
     token_ids: list[int]
@@ -31,14 +31,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One conversation or completion; ``run`` returns every answer in order."""
+    """Hold one conversation or completion; ``run`` returns every answer in order."""
 
     name: str
     run: Callable[[openai.OpenAI], list[Answer]] = field(repr=False)
 
 
 def chat_answer(client: openai.OpenAI, messages: list[Any], session: str, **options: Any) -> Answer:
-    """One chat turn at temperature 0."""
+    """Run one chat turn at temperature 0."""
     reply = client.chat.completions.create(
         model="demo",
         messages=messages,
@@ -53,12 +53,12 @@ def chat_answer(client: openai.OpenAI, messages: list[Any], session: str, **opti
 
 @functools.cache
 def judged(seed: int, code: str) -> str:
-    """What the tests say about the code: the same each time, also where it loops and a busy machine decides how far."""
+    """Return the feedback on the code. It is the same each time, also if the code loops on a busy machine."""
     return feedback(run_tests(make_task(FIRST_HELD_OUT_SEED + seed), code))
 
 
 def chat(seed: int) -> Case:
-    """An agent's session: write, test, feed back, correct; turns extend the same prompt (prefix-cache hits)."""
+    """Return an agent's session: write, test, feed back, correct. Turns extend one prompt (prefix-cache hits)."""
 
     def run(client: openai.OpenAI) -> list[Answer]:
         task = make_task(FIRST_HELD_OUT_SEED + seed)
@@ -77,7 +77,7 @@ def chat(seed: int) -> Case:
 
 
 def completion(name: str, prompt: str | list[int], **options: Any) -> Case:
-    """One completion with the given options; ``prompt`` as text or as token ids."""
+    """Return one completion with the given options; ``prompt`` is text or token ids."""
 
     def run(client: openai.OpenAI) -> list[Answer]:
         body = {"return_token_ids": True, **options.get("extra_body", {})}
@@ -90,7 +90,7 @@ def completion(name: str, prompt: str | list[int], **options: Any) -> Case:
 
 
 def structured(number: int) -> Case:
-    """A chat whose answer a grammar restricts: drafts are cut to what the grammar allows."""
+    """Return a chat whose answer a grammar restricts: drafts are cut to what the grammar allows."""
 
     def run(client: openai.OpenAI) -> list[Answer]:
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
@@ -101,7 +101,7 @@ def structured(number: int) -> Case:
 
 
 def aborted(seed: int) -> Case:
-    """A stream that the caller leaves after a few tokens; what had come until then is compared by the others."""
+    """Return a stream that the caller leaves after 20 characters, which are its answer."""
 
     def run(client: openai.OpenAI) -> list[Answer]:
         task = make_task(FIRST_HELD_OUT_SEED + seed)
@@ -125,22 +125,22 @@ def aborted(seed: int) -> Case:
 
 
 def code(seed: int, lines: int) -> str:
-    """Python-like text with repetition, for raw completions."""
+    """Return Python-like text with repetition, for raw completions."""
     draw = random.Random(seed)
     names = [draw.choice(["total", "count", "value", "items", "left"]) + str(draw.randrange(10)) for _ in range(4)]
     return "".join(f"    {draw.choice(names)} = {draw.choice(names)} + {draw.choice(names)}\n" for _ in range(lines))
 
 
 def mixed_load() -> list[Case]:
-    """More than 50 requests: sessions, long prompts, the end of the context, samples, stops, grammars, aborts."""
+    """Return more than 50 requests: sessions, long prompts, full contexts, samples, stops, grammars, aborts."""
     endless = {"ignore_eos": True}
     cases = [chat(seed) for seed in range(8)]  # 3 requests each
     cases += [aborted(seed) for seed in range(3)]
     cases += [completion(f"chunked-{i}", code(i, 40), max_tokens=96) for i in range(6)]
     cases += [completion(f"repeated-{i}", code(1, 30), max_tokens=96) for i in range(3)]
-    for i in range(4):  # ends within a few tokens of max_model_len, where a draft must not reach over it
+    for i in range(4):  # ends near max_model_len, which a draft must not exceed
         prompt = [300 + (k * 7 + i) % 40 for k in range(MAX_MODEL_LEN - 5 - 9 * i)]
-        left = MAX_MODEL_LEN - len(prompt)  # vLLM 0.29 takes no number for 16
+        left = MAX_MODEL_LEN - len(prompt)  # without a limit, vLLM 0.29 stops at 16 tokens
         cases.append(completion(f"end-{i}", prompt, max_tokens=left, extra_body=endless))
     # vLLM refuses n > 1 at temperature 0; this takes the sampling path and still decides for the likeliest.
     cases += [completion(f"samples-{i}", code(30 + i, 8), n=3, temperature=1e-4) for i in range(2)]
@@ -148,6 +148,6 @@ def mixed_load() -> list[Case]:
     cases += [completion(f"short-{i}", code(45 + i, 8), max_tokens=i + 1) for i in range(3)]
     cases += [structured(i) for i in range(3)]
     random.Random(0).shuffle(cases)
-    # Eight at once that outgrow the blocks of the cache, so that some are preempted. They come first, so none waits.
+    # Eight at once outgrow the blocks of the KV cache, so some are preempted. They come first, so none waits.
     crowd = [completion(f"preempted-{i}", code(60 + i, 6), max_tokens=260, extra_body=endless) for i in range(8)]
     return crowd + cases

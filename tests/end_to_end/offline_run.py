@@ -1,10 +1,10 @@
-"""Run by ``test_harmless``: one ``vllm.LLM`` on the demo's model, in this process; what it gave as JSON in a file.
+"""Run one ``vllm.LLM`` on the demo's model in this process, and write its answers as JSON, for ``test_harmless``.
 
 Usage: python offline_run.py MODEL {plain|agentspec} JOB OUT
 
 JOB is a JSON object with the engine's seed and a list of rounds: {"seed": 0, "rounds": [{"prompts": [[token ids]],
-"n": 8, "temperature": 1.0, "max_tokens": 64}, ...]}. A round with "weights" loads the weights of this folder first,
-one with "sleep" sleeps at this level and wakes before that. OUT gets the rounds' answers, each a list of {"tokens",
+"n": 8, "temperature": 1.0, "max_tokens": 64}, ...]}. A round with "weights" first loads that folder's weights;
+one with "sleep" first sleeps at that level and wakes. OUT gets the rounds' answers, each a list of {"tokens",
 "logprobs"}, what each round added to COUNTERS, and how many turns were in the store soon after ("written").
 """
 

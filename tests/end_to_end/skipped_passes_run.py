@@ -1,13 +1,13 @@
-"""Run by ``test_skipped_passes``: what vLLM's drafter drafts in one engine of this process, as JSON in a file.
+"""Write what vLLM's drafter drafts in one engine of this process as JSON, for ``test_skipped_passes``.
 
 Usage: python skipped_passes_run.py MODEL DRAFTER {always|seldom} JOB OUT
 
 DRAFTER is vLLM's speculative config, as JSON. "always": it drafts in every step. "seldom": in every seventh, and rests
-in between where it may. Beside it nothing drafts but a stand-in, whose drafts are right, wrong or none, alike in both.
+in between where it may. Beside it only a stand-in drafts: right, wrong or not at all, the same in both modes.
 JOB is a JSON object of engine arguments.
 
 OUT gets {"drafts": {"request length": [[token, probability], ...]}, "texts", "steps", "rests", "late"}; "late": passes
-that nothing but kept tokens went into.
+that read only kept tokens.
 """
 
 import json
@@ -29,7 +29,7 @@ EVERY = 7
 
 
 class Recorder:
-    """Takes the engine's place in ``RunnerExtension``, and asks the drafter in every step or seldom."""
+    """Take the engine's place in ``RunnerExtension``, and ask the drafter in every step or seldom."""
 
     def __init__(self, *, seldom: bool) -> None:
         self.drafts: dict[str, list[Any]] = {}
@@ -56,7 +56,7 @@ class Recorder:
 
     @staticmethod
     def _stand_in(newest: int, length: int) -> list[int]:
-        """A draft by the newest token and the text's length alone: often a repeated token, which the demo writes."""
+        """Return a draft that depends on the newest token and the text's length only, and is sometimes right."""
         return [newest] * (length % 3) + [length % 50] * (length % 2)
 
 

@@ -1,9 +1,9 @@
-"""Run by ``test_identity``: requests with streamed input on an engine of this process; what they said, as JSON.
+"""Run requests with streamed input on an engine of this process, and write their texts as JSON, for ``test_identity``.
 
 Usage: python streamed_input_run.py MODEL {plain|agentspec} OUT
 
-Twelve requests at a time, each with four pieces of input, in three rounds, so that later ones are drafted from earlier
-ones. A third of them have answers that end by stop tokens. OUT gets {"said": {request: [token ids]}, "accepted"}.
+Twelve requests run at a time, each with four pieces of input, in three rounds, so that later requests draft from
+earlier ones. A third of the requests end by stop tokens. OUT gets {"said": {request: [token ids]}, "accepted"}.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Run by ``test_tensor_parallel``: greedy texts of two rounds, on two ranks, as JSON in a file.
+"""Write the greedy texts of two rounds on two ranks as JSON, for ``test_tensor_parallel``.
 
 Usage: python tensor_parallel_run.py MODEL {plain|agentspec|arctic|broken} OUT
 
@@ -45,9 +45,9 @@ def break_speculator(worker: Any) -> None:
 
 
 def main() -> None:
-    """Two rounds over the same prompts; with agentspec the second drafts from the first.
+    """Run two rounds over the same prompts; with agentspec the second drafts from the first.
 
-    With a speculator further prompts follow until it ran often enough.
+    With a speculator, further prompts follow until it has run often enough.
     """
     from vllm import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""An engine that decodes while its store fails, and a network that can be slow."""
+"""Run an engine that decodes while its store fails, and a network that can be slow."""
 
 import itertools
 import socket
@@ -68,7 +68,7 @@ class Serving:
             self._thread.join()
 
     def go_on(self, turns: int) -> None:
-        """Wait for so many further turns."""
+        """Wait until `turns` more turns have ended."""
         until = self.turns + turns
         wait_until(lambda: self.turns >= until or not self._thread.is_alive())
         assert self._thread.is_alive(), "decoding has stopped"
@@ -92,8 +92,8 @@ class Serving:
     def never_waited(self) -> None:
         """Check that no call of the decode path waited for the store.
 
-        One that did would take a socket's timeout, 250 ms. A busy machine may hold up two calls for as long, and more
-        where it held up the thread between the calls too.
+        A call that did would take a socket's timeout, 250 ms. A busy machine may hold up two calls for as long, and
+        more if it held up forward passes too.
         """
         assert len(self.waited) > 300
         held_up = sum(seconds > 0.1 for seconds in self.slept)

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 
 class Engine:
-    """Answers ``batch`` requests a step with one token, and counts what it was asked."""
+    """Answer ``batch`` requests a step, with two tokens each, and record what was asked."""
 
     def __init__(self, batch: int = 2, fail_after: int | None = None, drafts: bool = False) -> None:
         scheduler, model = SimpleNamespace(max_num_seqs=batch), SimpleNamespace(max_model_len=8)
@@ -60,7 +60,7 @@ class Engine:
 
 
 class Tokenizer:
-    """One token a word; a chat's template joins its messages."""
+    """Encode each word as one token; the chat template joins the messages."""
 
     max_token_id = 98
 

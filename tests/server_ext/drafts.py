@@ -1,4 +1,4 @@
-"""Requests and drafts of a step, made by hand."""
+"""Make requests and drafts of a step by hand."""
 
 from itertools import chain
 

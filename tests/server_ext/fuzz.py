@@ -72,7 +72,7 @@ _FILE = Path(tempfile.gettempdir()) / f"agentspec-fuzz-{random.randrange(2**64):
 
 
 def fuzz(count: int, seed: int) -> Counter[str]:
-    """Read ``count`` mutated inputs, and count what came of them."""
+    """Read ``count`` mutated inputs, and count the outcomes."""
     chance, outcomes = random.Random(seed), Counter[str]()
     readers: tuple[Callable[[random.Random], str], ...] = (_read_export, _read_request, _read_settings, _read_keys)
     try:
@@ -137,7 +137,7 @@ def _read_keys(chance: random.Random) -> str:
 
 
 def _odd(chance: random.Random, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of which some values are odd, or missing."""
+    """Return a copy in which some values are odd or missing."""
     changed = dict(given)
     for _ in range(chance.randrange(3)):
         changed[chance.choice([*given, "further"])] = chance.choice(_ODD)
@@ -147,7 +147,7 @@ def _odd(chance: random.Random, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(chance: random.Random, given: bytes) -> bytes:
-    """Return bytes of which some are others, missing, or there twice."""
+    """Return a copy in which some bytes are changed, missing or doubled."""
     changed = bytearray(given)
     for _ in range(chance.randint(0, 3)):
         place = chance.randrange(len(changed) + 1)
@@ -164,7 +164,7 @@ def _changed(chance: random.Random, given: bytes) -> bytes:
 
 
 def main() -> None:
-    """Fuzz, and print what came of it."""
+    """Fuzz, and print the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -7,7 +7,7 @@ from agentspec.server_ext.pricing.step_cost import StepCost
 
 
 class Machine:
-    """Steps of ``base(rows) + per_token * drafted`` seconds with noise (a share of the step), and some pauses.
+    """Take steps of ``base + per_row * rows + per_token * drafted`` seconds, with noise (a share of a step) and pauses.
 
     surcharge: what a step with any draft costs by itself, in seconds.
     """
@@ -31,7 +31,7 @@ class Machine:
         return self.per_token * rows / (self.base + self.per_row * rows)
 
     def run(self, cost: StepCost, steps: int, rows: int = 1, longest: int = 16, share: float = 0.7) -> None:
-        """Steps in which each row has a draft of up to ``longest`` tokens, ``share`` of the time."""
+        """Observe steps in which each row has a draft of up to ``longest`` tokens, ``share`` of the time."""
         for _ in range(steps):
             of = [self.random.randint(0, longest) if self.random.random() < share else 0 for _ in range(rows)]
             cost.observe(rows, sum(of), self.seconds(rows, sum(of)))
@@ -39,8 +39,10 @@ class Machine:
 
 @functools.cache
 def drafted_for(chance: float, price: float) -> tuple[int, float]:
-    """The length up to 16 that brings most, (1 + expected) / (1 + price * length), where each token has that chance,
-    and the tokens expected of it."""
+    """Return the draft length up to 16 with the most tokens for the price, and the tokens that its step yields.
+
+    chance: the probability that a token is right. Most is the largest tokens / (1 + price * length).
+    """
     brings = [1.0]
     for length in range(1, 17):
         brings.append(brings[-1] + chance**length)
@@ -48,7 +50,7 @@ def drafted_for(chance: float, price: float) -> tuple[int, float]:
 
 
 def tokens_per_second(machine: Machine, rows: int, price: float | None, steps: range = range(200, 1000)) -> float:
-    """Decoding by a price, or, where none is given, by the one that is measured meanwhile. Only ``steps`` count."""
+    """Return the speed of decoding at a price; None: at the price that is measured meanwhile. Only ``steps`` count."""
     luck, cost = random.Random(3), StepCost()
     tokens = elapsed = 0.0
     for number in range(steps.stop):

@@ -26,7 +26,7 @@ def in_memory(settings: Settings, vocab_size: int = 1000, max_draft: int = 16) -
 
 
 class Engine:
-    """The least of an engine: requests whose output is given, verified greedily against the drafts."""
+    """Decode requests whose output is given, and verify drafts against it greedily."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Engine:
         final: bool = False,
         detailed: Any = False,
     ) -> int:
-        """Decode ``output``; returns the number of steps."""
+        """Decode ``output``. Return the number of steps."""
         tokens = np.zeros((1, len(prompt) + len(output) + 32), dtype=np.int32)
         full = [*prompt, *output]
         length, draft, steps = len(prompt), [0][:0], 0
@@ -89,14 +89,14 @@ class Engine:
         return steps
 
     def turns(self) -> list[TurnRecord]:
-        """The turns that are stored."""
+        """Return the stored turns."""
         assert self.persistence._writer.flush(60)
         records = (decode(entry.payload) for log in self.store.namespaces("") for entry in self.store.read(log))
         return [record for record in records if isinstance(record, TurnRecord)]
 
 
 class Rows:
-    """Rows whose tokens never repeat or always do, stepped by hand."""
+    """Step rows by hand, whose tokens never repeat or always do."""
 
     def __init__(self, **settings: object) -> None:
         given = Settings(store="memory://", **settings)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ class Rows:
         self.proposer.cache.step = noted  # type: ignore[method-assign]
 
     def step(self, ids: tuple[str, ...], drafted: int = 0, seconds: float | None = None) -> list[list[int]]:
-        """Every row is given one token more, and the tokens of ``drafted`` where that is not 0."""
+        """Take a step. Every row gets one more token, and ``drafted`` tokens if that is not 0."""
         rows = [int(request_id) for request_id in ids]
         if self.batch.request_ids != ids:
             self.batch = Batch(ids, np.array(rows, np.int32))

@@ -25,12 +25,12 @@ LIFE_SECONDS = "agentspec.cache.store.follower.LIFE_SECONDS"
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may hold up a follower for a second, and the steps would get no drafts."""
+    """Let followers be held up for 30 s: on a busy machine, a second would leave steps without drafts."""
     monkeypatch.setattr(LIFE_SECONDS, 30.0)
 
 
 class Replica:
-    """An engine on a store that others share; it takes steps as vLLM's worker makes it."""
+    """Run an engine on a store that others share. It takes steps as in vLLM's worker."""
 
     def __init__(self, url: str, snapshot: Path | None = None, preload: int = 100) -> None:
         self.store = open_store(url)
@@ -76,7 +76,7 @@ class Replica:
         self.end(self.begin(prompt, session, **names), response)
 
     def drafts(self, context: list[int], session: str | None = None, **names: str) -> list[int]:
-        """What a request with this prompt is drafted, after steps that index what waits."""
+        """Return the draft of a request with this prompt, after steps that index what waits."""
         name = self.begin(context, session, **names)
         try:
             self.cache.catch_up()
@@ -94,7 +94,7 @@ class Replica:
         wait_until(lambda: (self.step(), condition())[1])
 
     def stop(self) -> None:
-        """Close it when it has read what it said, so that its snapshot stands behind that."""
+        """Close the engine after it has read its own turns, so that its snapshot holds them."""
         assert self.persistence._writer.flush(60)
         wait_until(lambda: self.persistence.places().get(NS) == self.store.newest(NS))
         self.engine.close()
@@ -132,7 +132,7 @@ def stored(replica: Replica) -> list[TurnRecord]:
 
 
 def meet(*replicas: Replica, session: str | None = "s", **names: str) -> None:
-    """Let a request of the tenant be in each, so that all follow its log and hold the session."""
+    """Run a request of the tenant on each replica, so that all follow its log and hold the session."""
     for number, replica in enumerate(replicas):
         replica.say([1, 2, 3], text(90_000 + 100 * number), session, **names)
         wait_until(partial(replica.follower, "logs"))

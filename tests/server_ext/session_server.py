@@ -32,7 +32,7 @@ MODEL = Path(__file__).parents[2] / "demo" / "model"
 
 
 class Server:
-    """A server of several engines that share a store; ``http`` is its client."""
+    """Run a server of several engines that share a store; ``http`` is its client."""
 
     def __init__(self, url: str, engines: int, keys: Sequence[str], record: Path | None, **settings: Any) -> None:
         given = Settings(store=url, record=None if record is None else str(record), **settings)
@@ -89,7 +89,7 @@ class Server:
         return self.tagger.identity_of(given, shown, **more)
 
     def start(self, name: str, identity: Identity, prompt: Sequence[int], text: Sequence[int], engine: int = 0) -> int:
-        """Begin a request and verify its text at once. Returns the length of the draft behind it."""
+        """Begin a request and verify its text at once. Return the length of the draft behind it."""
         tokens = np.zeros((1, 512), np.int32)
         full = [*prompt, *text]
         tokens[0, : len(full)] = full
@@ -121,12 +121,12 @@ class Server:
         self.wait(lambda: self.engines[engine].stats()["store"]["writer"]["queued"] == 0)
 
     def draws_on(self, identity: Identity, text: Sequence[int] = TEXT, engine: int = 0) -> bool:
-        """Wait until a request draws on what was said before. What is in the store arrives a little later."""
+        """Wait until a request drafts from earlier text, which arrives from the store a little later. Return True."""
         self.wait(lambda: self.drafts(identity, text, engine))
         return True
 
     def drafts(self, identity: Identity, text: Sequence[int] = TEXT, engine: int = 0) -> bool:
-        """Whether a request draws soon on what was said before. It is aborted, so it leaves nothing."""
+        """Return whether a request soon drafts from earlier text. The request is aborted, so it leaves nothing."""
         name = f"d{time.perf_counter_ns()}"
         drafted = 0
         for _ in range(20):
@@ -149,7 +149,7 @@ class Server:
         return self.http.request(method, path, headers=headers | more.pop("headers", {}), **more)
 
     def erase(self, key: str, session: str, **more: Any) -> Any:
-        """Erase a session; while another engine's thread reads the store, again. Sets ``erased`` to its records."""
+        """Erase a session, again while another engine's thread reads the store. Set ``erased`` to the record count."""
         answers: list[Any] = []
 
         def done() -> bool:
@@ -157,7 +157,7 @@ class Server:
             return bool(answers[-1].status_code != 202)
 
         self.wait(done)
-        self.erased = sum(answer.json()["records"] for answer in answers)  # each says what it erased itself
+        self.erased = sum(answer.json()["records"] for answer in answers)  # each answer counts its own
         return answers[-1]
 
     def listed(self, key: str | None, **more: Any) -> list[str]:
@@ -169,7 +169,7 @@ Start = Callable[..., Server]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts servers, on one SQLite file unless told otherwise."""
+    """Return a function that starts servers, on one SQLite file unless told otherwise."""
     vllm_adapter.register()
     monkeypatch.setenv("AGENTSPEC_ADMIN_KEY", ADMIN)
     started = []

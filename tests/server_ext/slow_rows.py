@@ -1,4 +1,4 @@
-"""Help the tests of what begins and ends: rows on a cache whose starts and finishes take longer than any step has."""
+"""Step rows on a cache that starts and finishes requests slower than any step has time for."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ PROMPT = 5
 
 
 def slow(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """Let a call take so much CPU time."""
+    """Make a call take `seconds` of CPU time."""
 
     def slowly(*args: Any, **names: Any) -> Any:
         until = time.thread_time() + seconds
@@ -34,7 +34,7 @@ def slow(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 class Rows:
-    """Rows of one token array, each of which gets a token in each step. The cache takes longer than any step has."""
+    """Hold rows of one token array. Each gets a token in each step. The cache takes longer than any step has."""
 
     def __init__(self, seconds: float = 3e-3, verify_cost: float | None = None) -> None:
         self.store = open_store("memory://")
@@ -93,7 +93,7 @@ class Rows:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rows]:
-    """Rows whose groups and sessions are never loaded: a step that has to apply what was loaded does fewer ends."""
+    """Return rows that never load from the store: a step that applies loaded turns would end fewer requests."""
     made = Rows()
     monkeypatch.setattr(made.persistence, "has_loaded", lambda: False)
     yield made

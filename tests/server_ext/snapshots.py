@@ -1,4 +1,4 @@
-"""Suffix caches that converse, and the keeper of their snapshot."""
+"""Make suffix caches serve turns, and keep their snapshot."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def text(tokens: int) -> Int32Array:
 
 
 def converse(caches: list[SuffixCache], record: int, tokens: int = 150) -> FinishedTurn:
-    """Let all caches serve the same request; return its turn."""
+    """Let all caches serve the same request. Return its turn."""
     prompt, response = text(40), text(tokens)
     turns = []
     for cache in caches:

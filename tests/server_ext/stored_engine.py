@@ -17,7 +17,7 @@ NS = LOGS.of(TENANT)
 
 
 class Engine:
-    """A cache and its persistence, as an engine's process has them. Several may share a store."""
+    """Hold a cache and its persistence, as an engine's process does. Several may share a store."""
 
     def __init__(self, store: Store, **cache: Any) -> None:
         self.cache = SuffixCache(**cache)
@@ -45,7 +45,7 @@ class Engine:
         self.finish(self.start(prompt, session, group), response, session)
 
     def load(self) -> int:
-        """Apply what was requested, step by step, until nothing more comes. Return the number of turns."""
+        """Apply requested turns step by step until no more come. Return the number of turns."""
         count = 0
 
         def done() -> bool:
@@ -53,7 +53,7 @@ class Engine:
             stats = self.persistence.stats()["loader"]
             count += self.persistence.apply_loaded()
             idle = stats["pending"] == 0 and stats["ready_bytes"] == 0 and not self.persistence._turns.has_ready()
-            return idle and not self.persistence._loader._untaken  # what was asked for meanwhile is read once more
+            return idle and not self.persistence._loader._untaken  # turns requested meanwhile are read again
 
         wait_until(done)
         self.cache.catch_up()
@@ -77,7 +77,7 @@ def records(store: Store) -> list[TurnRecord]:
 
 
 def prompts(store: Store) -> list[tuple[list[int], list[int]]]:
-    """The whole prompts and responses of one session's turns, as training reads them."""
+    """Return the whole prompts and responses of one session's turns, as training reads them."""
     contexts = SessionContexts()
     found = [(contexts.add(record), record.response) for record in records(store)]
     return [(prompt.tolist(), response.tolist()) for prompt, response in found if prompt is not None]

@@ -1,4 +1,4 @@
-"""Real vLLM configurations of small models, made of a config.json alone: no weights, no GPU."""
+"""Make real vLLM configurations of small models from a config.json alone: no weights, no GPU."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ DENSE = {
     "vocab_size": 1000,
     "max_position_embeddings": 32768,
 }
-# As Qwen3-Next-80B, except for the experts.
+# Like Qwen3-Next-80B, without the experts.
 HYBRID = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -54,7 +54,7 @@ MAMBA = {
 
 
 def engine_args(folder: Path, model: dict[str, Any], **options: Any) -> Any:
-    """Return vLLM's EngineArgs for a model of that config.json, with agentspec's plugin loaded."""
+    """Return vLLM's EngineArgs for a model with this config.json, with agentspec's plugin loaded."""
     from vllm.engine.arg_utils import EngineArgs
 
     vllm_adapter.register()

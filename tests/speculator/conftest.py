@@ -1,4 +1,4 @@
-"""Small matrices: more than one thread only waits for the others."""
+"""Run torch on one thread: with small matrices, more threads only wait for each other."""
 
 import torch
 

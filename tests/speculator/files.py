@@ -1,4 +1,4 @@
-"""Small checkpoints in the layouts that are published, with random weights."""
+"""Make small checkpoints in the published layouts, with random weights."""
 
 import json
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ GATES = ("forget", "input", "output", "cell")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A published checkpoint: its config.json and its tensors [float32] by the names of the reference."""
+    """Hold a checkpoint: its config.json, and its tensors [float32] by the names of the reference."""
 
     kind: str
     config: dict[str, Any]
     weights: dict[str, torch.Tensor]
 
     def reference_weights(self) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
-        """The tensors as float64 arrays."""
+        """Return the tensors as float64 arrays."""
         return {name: value.double().numpy() for name, value in self.weights.items()}
 
     def write(self, folder: Path, *, prefix: str = "", without: tuple[str, ...] = ()) -> Path:
-        """As pytorch_model.bin with config.json; ``without``: names that are left out."""
+        """Write pytorch_model.bin and config.json, and return the folder. without: names of tensors to leave out."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
         kept = {prefix + name: value for name, value in self.weights.items() if name not in without}
@@ -34,7 +34,7 @@ class Checkpoint:
 
 
 def lstm(seed: int = 0, *, tied: bool = True, scaled: bool = True) -> Checkpoint:
-    """As Snowflake's LSTM speculators are saved: widths are strings, tied tensors stand under all their names."""
+    """Return a checkpoint like Snowflake's LSTM speculators: widths are strings, tied tensors have all their names."""
     random = _Random(seed)
     weights = {f"{gate}_emb.0.weight": random(V, I) for gate in GATES}
     if tied:
@@ -66,7 +66,7 @@ def lstm(seed: int = 0, *, tied: bool = True, scaled: bool = True) -> Checkpoint
 
 
 def mlp(seed: int = 0, *, tied: bool = False, scaled: bool = False, inner: int = I) -> Checkpoint:
-    """As IBM's accelerators are: ``emb_dim`` is the target's width; ``inner`` 0 means that it is the inner one too."""
+    """Return a checkpoint like IBM's accelerators. emb_dim: the target's width. inner: inner width; 0: the target's."""
     random, width = _Random(seed), inner or H
     weights: dict[str, torch.Tensor] = {}
     for k in range(N):
@@ -96,7 +96,7 @@ def mlp(seed: int = 0, *, tied: bool = False, scaled: bool = False, inner: int =
 
 
 def rnn(seed: int = 0, *, layers: int = 2) -> Checkpoint:
-    """As ArcticTraining saves a tied ``sum_rnn``: layers are counted even where there is one, widths have dots."""
+    """Return a tied ``sum_rnn`` as ArcticTraining saves it: single layers have numbers too, widths have dots."""
     random = _Random(seed)
     weights = {"emb.0.0.weight": random(V, I), "proj.0.0.weight": random(I, H), "proj.1.0.weight": random(I, I)}
     weights |= {"ln.0.0.weight": 1 + random(I), "ln.0.0.bias": random(I)}

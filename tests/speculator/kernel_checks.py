@@ -1,5 +1,5 @@
-"""The fused kernels beside their twins in plain torch. `test_kernels` runs this in a process of its own, because
-Triton's interpreter is switched on for good when triton is first imported."""
+"""Compare the fused kernels with their twins in plain torch. `test_kernels` runs this in a process of its own,
+because Triton's interpreter is switched on for good when triton is first imported."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.speculator.shapes import inputs, small
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXACT = DEVICE.type == "cpu"
-"""A GPU has quicker exponentials, and tensor cores that sum FP8 products in fewer bits."""
+"""Whether sums are exact. A GPU has quicker exponentials, and its tensor cores sum FP8 products in fewer bits."""
 CLOSE = {"rtol": 1e-5, "atol": 1e-5} if EXACT else {"rtol": 1e-4, "atol": 1e-4}
 INNER = (64, 100, 384)
-"""A power of two; not a multiple of anything; between two powers of two."""
+"""Inner sizes: a power of two, a multiple of 4 only, and one between two powers of two."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _exact_rounding() -> Iterator[None]:
-    """Triton's interpreter drops the carry when it rounds up to a power of two in E4M3 (7.9 becomes 4, not 8)."""
+    """Correct Triton's interpreter: it drops the carry when E4M3 rounds up to a power of two (7.9 gives 4, not 8)."""
     convert = interpreter._convert_float
 
     def to_e4m3_as_torch(values: Any, source: Any, target: Any, mode: Any) -> Any:
@@ -51,7 +51,7 @@ def _on_device() -> Iterator[None]:
 
 @pytest.fixture
 def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes milliseconds for each row of each kernel, so compare and warm up few rows with it."""
+    """Compare and warm up few rows in Triton's interpreter, which takes milliseconds for each row of each kernel."""
     if EXACT:
         monkeypatch.setattr(draft_loop, "SIZES", (1,))
         monkeypatch.setattr(self_check, "BATCHES", (3,))
@@ -86,11 +86,11 @@ def test_sum_norm_gelu(inner: int) -> None:
     hidden, wanted = FusedSumNormGelu(mix, state)(*inputs), mix(*inputs)
     torch.testing.assert_close(hidden, wanted, **CLOSE)
     _is_quantized(state.of(hidden), wanted)
-    _is_quantized(state.of(hidden + 1.0), wanted + 1.0)  # another tensor than the noted one
+    _is_quantized(state.of(hidden + 1.0), wanted + 1.0)  # another tensor than the one kept
 
 
 def test_bfloat16_is_rounded_once() -> None:
-    """The plain cell rounds after each of its steps; the fused one is as near to the exact result or nearer."""
+    """Check that the fused cell is at least as near to the exact result as the plain one, which rounds at each step."""
     cell = LSTMCell(96, alpha=3.0).bfloat16()
     inputs = [torch.randn(4, size).bfloat16() for size in (4 * 96, 96, 96)]
     exact = copy.deepcopy(cell).double()(*(tensor.double() for tensor in inputs))[0]
@@ -105,7 +105,7 @@ def test_quantize_rows(inner: int) -> None:
 
 
 def _is_quantized(found: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> None:
-    """As `quantize_rows` has it, but for a value now and then that lies between two of E4M3."""
+    """Check that `found` is `quantize_rows(x)`. A few values between two of E4M3 may round the other way."""
     wanted, scales = quantize_rows(x)
     torch.testing.assert_close(found[1], scales, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(found[0].float(), wanted.float(), rtol=0.125, atol=2.0**-9)
@@ -201,7 +201,7 @@ def test_the_kernels_pass_their_self_check_on_a_trained_speculator(dtype: torch.
 
 @pytest.mark.usefixtures("_few_rows")
 def test_a_kernel_that_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gates of the cell in another order."""
+    """Swap the order of the cell's gates: the self-check must reject the kernels."""
     launch = kernels.lstm_kernel.run
 
     def swapped(projected: torch.Tensor, *arguments: Any, **options: Any) -> Any:

@@ -1,6 +1,6 @@
-"""One rank of a head that several share, over gloo: ``python -m tests.speculator.parallel_rank RANK SIZE FOLDER``.
+"""Run one rank of a shared head, over gloo: ``python -m tests.speculator.parallel_rank RANK SIZE FOLDER``.
 
-Drafts with each of the cases and saves what it got as FOLDER/RANK.pt.
+It drafts in each of the cases and saves the drafts as FOLDER/RANK.pt.
 """
 
 import sys
@@ -32,7 +32,7 @@ ROWS = 5
 
 
 def _stand_ins(kernels: str, rank: int) -> Optimizations:
-    """Kernels and a recorder, broken on one of the ranks or on none."""
+    """Return kernels and a recorder that are broken on one rank or on none."""
     if kernels == f"wrong on rank {rank}":
         return Optimizations(lambda: BROKEN["another token"], WrongRecorder)
     if kernels == f"raising on rank {rank}":

@@ -1,6 +1,6 @@
-"""Both kinds of speculator in float64 numpy, straight from the formulas and by published names.
+"""Compute speculators in float64 numpy, straight from the formulas and by published names.
 
-Written from arXiv:2404.19124 and the layouts of the published checkpoints, sharing nothing with the modules.
+The formulas are from arXiv:2404.19124, the layouts from published checkpoints. No code is shared with the modules.
 """
 
 import math
@@ -15,12 +15,12 @@ Weights = Mapping[str, Array]
 
 
 def norm(x: Array, weight: Array | float = 1.0, bias: Array | float = 0.0) -> Array:
-    """LN(x) = w * x / sqrt(mean(x^2) + 1e-6) + b."""
+    """Return LN(x) = w * x / sqrt(mean(x^2) + 1e-6) + b."""
     return np.asarray(weight * x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) + bias)
 
 
 def gelu(x: Array) -> Array:
-    """x * Phi(x), exact."""
+    """Return x * Phi(x), exactly."""
     return np.asarray(0.5 * x * (1.0 + np.vectorize(math.erf)(x / math.sqrt(2.0))))
 
 
@@ -29,7 +29,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def alpha(n: int, width: int) -> float:
-    """e/s, s = 0.5^(0.5/n), e = sqrt((1 - s^2) * D/2)."""
+    """Return e/s, where s = 0.5^(0.5/n) and e = sqrt((1 - s^2) * D/2)."""
     s: float = 0.5 ** (0.5 / n)
     return math.sqrt((1 - s * s) * width / 2) / s
 
@@ -39,7 +39,7 @@ def start(hidden: Array, config: Mapping[str, Any]) -> Array:
 
 
 def mlp_logits(weights: Weights, config: Mapping[str, Any], hidden: Array, tokens: NDArray[np.int64]) -> list[Array]:
-    """Teacher-forced logits of IBM's MLP: hidden [N, H], tokens [N, n] -> n times [N, V]."""
+    """Return teacher-forced logits of IBM's MLP: hidden [N, H], tokens [N, n] -> n times [N, V]."""
     n, h = config["n_predict"], start(hidden, config)
     result = []
     for k in range(n):
@@ -51,7 +51,7 @@ def mlp_logits(weights: Weights, config: Mapping[str, Any], hidden: Array, token
 
 
 def rnn_logits(weights: Weights, config: Mapping[str, Any], hidden: Array, tokens: NDArray[np.int64]) -> list[Array]:
-    """The same of a tied ``sum_rnn``, whose parts may have layers."""
+    """Return teacher-forced logits of a tied ``sum_rnn``, whose parts may have layers."""
     n, h = config["n_predict"], start(hidden, config)
     widths = [int(part) for part in str(config["inner_dim"]).split(".")]
     result = []
@@ -68,7 +68,7 @@ def rnn_logits(weights: Weights, config: Mapping[str, Any], hidden: Array, token
 
 
 def _more(weights: Weights, name: str, x: Array, sizes: str) -> Array:
-    """Layers behind the first one: LN, GELU, Linear."""
+    """Apply the layers behind the first one: LN, GELU, Linear."""
     for layer in range(1, len(str(sizes).split("."))):
         x = gelu(norm(x, weights[f"{name}.{3 * layer - 2}.weight"], weights[f"{name}.{3 * layer - 2}.bias"]))
         x = x @ weights[f"{name}.{3 * layer}.weight"].T
@@ -76,7 +76,7 @@ def _more(weights: Weights, name: str, x: Array, sizes: str) -> Array:
 
 
 def lstm_logits(weights: Weights, config: Mapping[str, Any], hidden: Array, tokens: NDArray[np.int64]) -> list[Array]:
-    """The same of an LSTM speculator (``sum_lstm``)."""
+    """Return teacher-forced logits of an LSTM speculator (``sum_lstm``)."""
     n, h = config["n_predict"], start(hidden, config)
     cell: Array | float = 0.0
     result = []
@@ -100,14 +100,16 @@ LOGITS = {"mlp": mlp_logits, "sum_rnn": rnn_logits, "sum_lstm": lstm_logits}
 def logits(
     kind: str, weights: Weights, config: Mapping[str, Any], hidden: Array, tokens: NDArray[np.int64]
 ) -> list[Array]:
-    """Teacher-forced logits of ``kind``: mlp, sum_rnn or sum_lstm."""
+    """Return teacher-forced logits of ``kind``: mlp, sum_rnn or sum_lstm."""
     return LOGITS[kind](weights, config, hidden, tokens)
 
 
 def draft(
     kind: str, weights: Weights, config: Mapping[str, Any], hidden: Array, token: int, proposal: Sequence[int] = ()
 ) -> list[tuple[int, float, int, float]]:
-    """For each position the token taken and its probability, the likeliest and its: hidden [H], proposal -1 = free."""
+    """Return for each position the token taken, its probability, the likeliest token and its probability.
+
+    hidden: [H]. proposal: token to take at each position; -1: the likeliest."""
     n = config["n_predict"]
     tokens = np.zeros((1, n), dtype=np.int64)
     tokens[0, 0] = token

@@ -1,4 +1,4 @@
-"""Small speculators with random weights, in the shapes that the optimisations have to cope with."""
+"""Make small speculators with random weights, in the shapes that the optimisations must handle."""
 
 import torch
 
@@ -8,7 +8,7 @@ HIDDEN, VOCABULARY, REDUCED, POSITIONS = 96, 272, 208, 3
 
 
 def small(kind: str = "lstm", *, reduced: bool = False, inner: int = 80) -> Speculator:
-    """A tied LSTM, or an MLP with its own weights at each position; norms and vocabulary shuffled too."""
+    """Return a tied LSTM, or an MLP with its own weights at each position. reduced: draft from a random vocabulary."""
     torch.manual_seed(0)
     config = SpeculatorConfig(
         kind="lstm" if kind == "lstm" else "mlp",
@@ -33,7 +33,7 @@ def small(kind: str = "lstm", *, reduced: bool = False, inner: int = 80) -> Spec
 
 
 def inputs(rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, newest tokens, and proposals of which about a third are free."""
+    """Return hidden states, newest tokens, and proposals of which about a third are free (-1)."""
     random = torch.Generator().manual_seed(seed)
     proposal = torch.randint(0, VOCABULARY, (rows, POSITIONS), generator=random)
     proposal[torch.rand(rows, POSITIONS, generator=random) < 0.3] = -1

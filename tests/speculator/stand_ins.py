@@ -1,4 +1,4 @@
-"""Kernels and recorders that stand in for a GPU's: some that work, and some that are broken on purpose."""
+"""Stand in for a GPU's kernels and recorders: some work, and some are broken on purpose."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from agentspec.server_ext.speculator.selection import PLAIN, Operations
 
 
 class DirectRecorder:
-    """Records nothing: a replay is another run."""
+    """Record nothing: a replay is another run."""
 
     def prepare(self, run: Run) -> None:
         run()
@@ -21,7 +21,7 @@ class DirectRecorder:
 
 
 class StaleRecorder(DirectRecorder):
-    """Replays what the run gave when it was recorded, as a graph does that reads other memory than its buffers."""
+    """Replay the result of the recorded run, like a graph that reads other memory than its buffers."""
 
     def record(self, run: Run) -> Run:
         result = run()
@@ -29,7 +29,7 @@ class StaleRecorder(DirectRecorder):
 
 
 class WrongRecorder(DirectRecorder):
-    """Replays something else than the run."""
+    """Replay another result than the run's."""
 
     def record(self, run: Run) -> Run:
         def replay() -> DraftedTokens:
@@ -40,7 +40,7 @@ class WrongRecorder(DirectRecorder):
 
 
 class FailingRecorder(DirectRecorder):
-    """Raises in `prepare`, in `record` or in the replay."""
+    """Raise in `prepare`, in `record` or in the replay."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -65,7 +65,7 @@ Choose = Callable[[Tensor, Tensor, Tensor | None], DraftedTokens]
 
 
 def _changed(change: Callable[[DraftedTokens, Tensor], DraftedTokens]) -> Operations:
-    """Operations whose choice is changed: ``change`` gets it and what was given."""
+    """Return operations whose choice goes through ``change``, which gets the choice and the given tokens."""
 
     def choose(parts: Tensor, given: Tensor, vocabulary: Tensor | None) -> DraftedTokens:
         return change(PLAIN.choose(parts, given, vocabulary), given)

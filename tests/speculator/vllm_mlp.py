@@ -1,7 +1,7 @@
-"""Teacher-forced logits of vLLM's own MLP speculator: ``python -m tests.speculator.vllm_mlp FOLDER INPUTS OUTPUTS``.
+"""Compute logits of vLLM's own MLP speculator: ``python -m tests.speculator.vllm_mlp FOLDER INPUTS OUTPUTS``.
 
-vLLM 0.32 still ships the model's layers, weights, constants and loading, but no longer the loop over them, which is
-therefore written out here. A process of its own: vLLM's layers need its process groups.
+The logits are teacher-forced. vLLM 0.32 still ships the model's layers, weights, constants and loading, but not the
+loop over them, so that is written out here. It runs in its own process, as vLLM's layers need its process groups.
 """
 
 import sys

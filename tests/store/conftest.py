@@ -1,4 +1,4 @@
-"""Fixtures of the store's tests."""
+"""Provide the fixtures of the store's tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.store.helpers import FlakyStore
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that are not about timeouts: a busy test machine can hold a server up for long."""
+    """Raise the socket timeout for tests that are not about timeouts: a busy machine can hold a server up for long."""
     monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 60.0)
 
 
@@ -25,7 +25,7 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture(params=("memory", "sqlite", "redis"))
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a store of each kind in turn; Redis is a real server."""
+    """Return the URL of a store of each kind in turn; Redis is a real server."""
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("server")
         return f"{server.url}?prefix={tmp_path.name.replace('[', '-').replace(']', '-')[:64]}"

@@ -15,14 +15,14 @@ LIFE_SECONDS = "agentspec.cache.store.follower.LIFE_SECONDS"
 
 @dataclass
 class Process:
-    """What a follower needs of its process, and what it was told."""
+    """Hold what a follower needs of its process, and record what it tells the process."""
 
     store: FlakyStore
     number: int = 0
     erased: list[tuple[str | None, str]] = field(default_factory=list)
     erased_again: list[tuple[str | None, str]] = field(default_factory=list)
-    refusals: int = 0  # of erasing again
-    faults: int = 0  # of erasing here
+    refusals: int = 0  # how often erasing again fails
+    faults: int = 0  # how often erasing here fails
     forgotten: list[str | None] = field(default_factory=list)
     busy: set[str | None] = field(default_factory=set)
     learned: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Process:
         self.erased_again.append((tenant, session))
 
     def learn(self, record: TurnRecord) -> None:
-        assert number_of(record) not in self.numbers()  # who has restored a turn cannot learn from it any more
+        assert number_of(record) not in self.numbers()  # a process cannot learn from a turn that it has restored
         self.learned.append(number_of(record))
         assert self.may_learn.wait(60)
         time.sleep(self.learning_takes)

@@ -38,7 +38,7 @@ def samples() -> list[bytes]:
 
 
 def fuzz(count: int, seed: int) -> Counter[str]:
-    """Decode ``count`` mutated records, and count what came of it: "decoded", or the name of the error."""
+    """Decode ``count`` mutated records, and count the outcomes: "decoded", or the name of the error."""
     chance, outcomes, originals = random.Random(seed), Counter[str](), samples()
     for _ in range(count):
         payload = _mutate(chance, chance.choice(originals))

@@ -1,4 +1,4 @@
-"""Turns to store, and a store that fails when told to."""
+"""Make turns to store, and a store that fails when told to."""
 
 import sqlite3
 import threading
@@ -37,7 +37,7 @@ WRITER = "0123456789abcdef"
 
 
 def turn(session: str, number: int, *, prompt: int = 2, group: str | None = None, writer: str = WRITER) -> TurnRecord:
-    """A turn that can be told from others: its response is [number, number + 1]."""
+    """Return a turn that can be told from others: its response is [number, number + 1]."""
     return TurnRecord(
         writer=writer,
         number=number + 1,
@@ -50,14 +50,14 @@ def turn(session: str, number: int, *, prompt: int = 2, group: str | None = None
 
 
 def version_2(record: TurnRecord) -> bytes:
-    """The turn as the release before compact records wrote it."""
+    """Return the turn as the release before compact records wrote it."""
     meta = {name: getattr(record, name) for name in TurnRecord.__slots__ if name not in ("prompt_tail", "response")}
     meta = {name: value for name, value in meta.items() if value is not None} | {"prompt": len(record.prompt_tail)}
     return seal_2("turn", meta, record.prompt_tail.tobytes() + record.response.tobytes())
 
 
 def seal_2(kind: str, meta: dict[str, object], data: bytes) -> bytes:
-    """A record of version 2 with a true checksum."""
+    """Return a record of version 2 with a valid checksum."""
     packed = msgpack.packb(meta, unicode_errors="surrogatepass")
     crc = _checksum(kind, packed, data, 2)
     sealed: bytes = msgpack.packb({"v": 2, "kind": kind, "crc": crc, "meta": packed, "data": data})
@@ -65,7 +65,7 @@ def seal_2(kind: str, meta: dict[str, object], data: bytes) -> bytes:
 
 
 def unwritable(session: str) -> TurnRecord:
-    """A turn that no store takes."""
+    """Return a turn that no store accepts."""
     return TurnRecord(writer=WRITER, number=1, session=session, prompt_tail=tokens(-1), response=tokens(), created=1.0)
 
 
@@ -79,7 +79,7 @@ def entry_of(record: TurnRecord) -> NewEntry:
 
 
 def wait_until(condition: Callable[[], object], timeout: float = 180.0) -> None:
-    """Wait for ``condition``; an AssertionError if it does not come true in time."""
+    """Wait until ``condition`` holds. Raise AssertionError after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "the awaited condition did not come true"
@@ -87,7 +87,7 @@ def wait_until(condition: Callable[[], object], timeout: float = 180.0) -> None:
 
 
 def gather(loader: BackgroundLoader, *wanted: Wanted) -> list[TurnRecord]:
-    """Take until nothing more is pending."""
+    """Take records until none is pending, and return them."""
     records: list[TurnRecord] = []
 
     def done() -> bool:
@@ -113,7 +113,7 @@ def fill(store: Store, count: int, sessions: int = 3) -> list[NewEntry]:
 
 
 class FlakyStore(MemoryStore):
-    """A memory store that raises ``error`` while that is set, can be held up, and notes every append."""
+    """Keep records in memory, raise ``error`` while that is set, wait if held up, and note every append."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class FlakyStore(MemoryStore):
         self.appended: list[list[NewEntry]] = []
 
     def append_ungated(self, namespace: str, entries: Sequence[NewEntry]) -> None:
-        """Append as another process does, which nothing holds up."""
+        """Append as another process does, without being held up."""
         super().append(namespace, entries)
 
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:

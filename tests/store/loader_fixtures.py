@@ -1,4 +1,4 @@
-"""A loader on a store that fails on demand."""
+"""Provide a loader on a store that fails on demand."""
 
 from collections.abc import Iterator
 
@@ -31,14 +31,14 @@ def session(name: str) -> Wanted:
 
 
 def fill(store: FlakyStore, count: int, sessions: int = 3) -> None:
-    """Turns 0 … count - 1, round the sessions."""
+    """Append turns 0 to count - 1, to the sessions in rotation."""
     for number in range(count):
         store.append(NS, [entry_of(turn(f"s{number % sessions}", number, group=f"g{number % 2}"))])
     store.appended.clear()
 
 
 class SlowSession(FlakyStore):
-    """A store whose pages of one session never arrive in time."""
+    """Fail to read one session in time."""
 
     broken = "slow"
 

@@ -1,4 +1,4 @@
-"""A target of a few thousand random weights, and sessions whose next token follows from the one before."""
+"""Make a target of a few thousand random weights, and sessions in which each token decides the next."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ HIDDEN = 32
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a Llama with random weights."""
+    """Return the folder of a Llama with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -32,7 +32,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty sessions of three turns in the format of `agentspec simulate`."""
+    """Return a file of twenty sessions of three turns, in the format of `agentspec simulate`."""
     file = tmp_path_factory.mktemp("calls") / "calls.jsonl"
     with file.open("w") as out:
         for session in range(20):
@@ -43,7 +43,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(seed: int) -> dict[str, list[int]]:
-    """A prompt of random tokens, and a response in which each token decides the next."""
+    """Return a prompt of random tokens, and a response in which each token decides the next."""
     random = torch.Generator().manual_seed(seed)
     prompt = torch.randint(VOCABULARY, (int(torch.randint(3, 12, (), generator=random)),), generator=random).tolist()
     response = [int(torch.randint(VOCABULARY, (), generator=random))]
@@ -54,7 +54,7 @@ def texts(seed: int) -> dict[str, list[int]]:
 
 @pytest.fixture
 def settings(target: Path, calls: Path, tmp_path: Path) -> dict[str, Any]:
-    """A run that takes a second or two, as its YAML file would be read."""
+    """Return the settings of a run that takes a second or two, as read from a YAML file."""
     return {
         "type": "arctic-lstm-speculator",
         "micro_batch_size": 4,

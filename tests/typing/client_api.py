@@ -1,4 +1,4 @@
-"""Checked by mypy, never run: what the public API's types say to its users."""
+"""Use the public API's types as its users do. mypy checks this file; nothing runs it."""
 
 from __future__ import annotations
 
