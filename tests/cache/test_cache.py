@@ -1,4 +1,4 @@
-"""What a user of SuffixCache relies on."""
+"""Test what a user of SuffixCache relies on."""
 
 import subprocess
 import sys
@@ -59,7 +59,7 @@ def test_second_turn_drafts_from_the_first() -> None:
 
 
 def test_a_response_is_found_from_its_first_token() -> None:
-    """The end of the prompt stays in front of a stored response, so what usually comes first is known."""
+    """A stored response keeps the end of its prompt in front, so a like prompt drafts its first token."""
     cache = SuffixCache()
     run(cache, [1, 2, 3], TURN, None, "t")
     cache.start("r", [9, 2, 3], tenant="t")
@@ -77,7 +77,7 @@ def test_session_pays_for_new_tokens_only() -> None:
         added += len(finished.prompt_tail) + len(finished.response)
         assert finished.kept == (len(text) - 2 if turn else 0)
         text = [*text, *[100 + turn] * 3, 50, 51]
-    assert added == len(text) - 2  # nothing twice
+    assert added == len(text) - 2  # no token is added twice
 
 
 def test_a_changed_prompt_starts_where_it_differs() -> None:
@@ -86,7 +86,7 @@ def test_a_changed_prompt_starts_where_it_differs() -> None:
     finished = run(cache, [1, 2, 9], [7, 7], "s", None)
     assert finished is not None and finished.kept == 2 and finished.prompt_tail.tolist() == [9]
     cache.start("r", [5, 1, 2], session="s")
-    assert drafts(cache, "r", 1) == [9]  # the newer of two, found across the start of what was stored
+    assert drafts(cache, "r", 1) == [9]  # the newer of two matches, which begins before the stored response
 
 
 def test_kept_counts_against_what_the_session_is_at_the_end() -> None:
@@ -131,7 +131,7 @@ def test_no_draft_where_none_pays() -> None:
 
 
 def test_odds_fall_with_failures_and_recover() -> None:
-    """Also while nothing is drafted: the best candidates are judged all the same."""
+    """Verification also teaches about the best candidates when nothing is drafted."""
     cache = SuffixCache(policy=DraftPolicy(cost=0.3, memory=20))
     cache.start("r", [])
     cache.extend("r", [1, 2, 3, 4, 7] * 2)
@@ -160,7 +160,7 @@ def test_long_prompt_is_indexed_little_by_little() -> None:
     prompt = np.arange(2 * step, dtype=np.int32)
     cache.start("r", np.concatenate([prompt, prompt[-20:-10]]))
     assert cache.stats().pending == 2 * step + 10
-    assert drafts(cache, "r") == []  # what would be drafted lies in the pending part
+    assert drafts(cache, "r") == []  # the tokens to draft are still pending
     assert cache.stats().pending == step + 10
     assert cache.catch_up() == step + 10
     assert drafts(cache, "r", 4) == prompt[-10:-6].tolist()
@@ -176,7 +176,7 @@ def test_budget_evicts_the_least_recently_used_session() -> None:
     assert held == {"a", "c", "d"} and cache.stats().tokens <= 100
     for name in "efgh":
         run(cache, [], list(range(16)), name, None, "session")
-    assert cache.has_session(None, "a")  # never while a request of it runs
+    assert cache.has_session(None, "a")  # it is never evicted while one of its requests runs
 
 
 def test_budget_drops_the_older_half_of_a_tenants_corpus() -> None:

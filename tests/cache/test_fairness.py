@@ -1,4 +1,4 @@
-"""A caller who holds much loses text before others do, whatever names it thinks of."""
+"""Test that a caller who holds much loses text before others do, whatever names it makes up."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from tests.timing import assert_fast, cpu
 
 BUDGET = 2 << 20
 QUIET = np.arange(1500, dtype=np.int32)
-"""What a neighbour said once. It takes less than a tenth of the budget."""
+"""Text of a neighbour, said once. It takes less than a tenth of the budget."""
 
 
 def say(cache: SuffixCache, text: Int32Array, **names: Any) -> None:
@@ -22,7 +22,7 @@ def say(cache: SuffixCache, text: Int32Array, **names: Any) -> None:
 
 
 def drafts(cache: SuffixCache, **names: Any) -> list[str]:
-    """The sources of a draft in the middle of what the neighbour said."""
+    """Return the sources of a draft in the middle of the neighbour's text."""
     cache.catch_up()
     cache.start("q", QUIET[1200:1300], **names)
     draft = cache.propose(["q"], 4)[0]
@@ -47,7 +47,7 @@ FLOODS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("flood", FLOODS)
 def test_ten_thousand_names_of_one_caller_leave_a_neighbours_session(flood: str) -> None:
-    """The flood takes ten times the budget and more; fewer names show the same where the rule is the same."""
+    """The flood takes at least ten times the budget. Kinds of names with the same rule are tested with fewer."""
     names = 10_000 if flood in ("sessions", "salts") else 3_000
     cache = SuffixCache(max_bytes=BUDGET)
     quiet = {"session": "quiet", "tenant": "all", "owner": "quiet", "tenant_owner": "all"}
@@ -84,7 +84,7 @@ def test_what_one_caller_uses_longest_ago_still_goes_first() -> None:
 
 
 def test_a_caller_who_says_little_and_often_does_not_displace_one_of_the_same_size() -> None:
-    """Where nobody holds much more than others, what was used longest ago goes, whosever it is."""
+    """If all callers hold about as much, the least recently used text goes, whoever said it."""
     cache = SuffixCache(max_tokens=2700)
     for number in range(4):
         say(cache, QUIET[:500], session=f"s{number}", scope="session", owner=f"caller {number}")
@@ -92,14 +92,14 @@ def test_a_caller_who_says_little_and_often_does_not_displace_one_of_the_same_si
 
 
 def test_a_request_says_anew_whom_its_session_counts_for() -> None:
-    """A restored session counts for its tenant, which others may have named, until its owner comes."""
+    """A restored session counts for its tenant, which other callers share, until a request names its owner."""
 
     def survivors(owner: str | None) -> list[bool]:
         cache = SuffixCache(max_tokens=6000)
         for number in range(4):
             turn = FinishedTurn("acme", f"s{number}", 0, QUIET[:100], QUIET[:100], scope="session", owner=owner)
             cache.restore(turn)
-        if owner is None:  # these two are the loud caller's, as their requests say
+        if owner is None:  # requests name the loud caller as the owner of these two
             for number in (2, 3):
                 cache.start("r", QUIET[:10], session=f"s{number}", tenant="acme", scope="session", owner="loud")
                 cache.abort("r")
@@ -147,5 +147,5 @@ def test_an_eviction_costs_the_same_whoever_is_there() -> None:
 
         return cpu(evict) / cache.stats().evictions
 
-    cost(10)  # the first one makes what all of them need
+    cost(10)  # warm up: the first call creates what all need
     assert_fast(lambda: {"ratio": cost(6_000) / cost(10)}, ratio=6.0)  # a search among all owners: some hundred

@@ -1,4 +1,4 @@
-"""Sessions that one session started draft from each other, also under scope "session", and a session can be ended."""
+"""Test that the sessions of a family draft from each other, also under scope "session", and that sessions end."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -44,7 +44,7 @@ def finds(
     scope: Scope = "session",
     tenant: str | None = "t",
 ) -> str:
-    """Return the source of a draft behind a piece of the text, "" if it is not drafted."""
+    """Return the source of the draft behind a piece of the text, "" if nothing is drafted."""
     cache.start("q", [7, *text[50:54].tolist()], session=session, tenant=tenant, scope=scope, parent=parent)
     cache.catch_up()
     draft = cache.propose(["q"], 4)[0]
@@ -94,7 +94,7 @@ def test_a_named_group_goes_before_the_family() -> None:
 
 
 def test_a_parent_that_is_known_later_joins_the_families() -> None:
-    """A child came first, then what started its parent: new responses of all of them meet at the root."""
+    """A child came first, then the root that started its parent. New responses of all three meet at the root."""
     cache = SuffixCache()
     say(cache, "child", "parent")
     say(cache, "parent", "root", REPORT + 1000)
@@ -169,7 +169,7 @@ def test_a_family_is_loaded_and_evicted_as_one() -> None:
 
 
 def test_a_root_is_loaded_again_for_a_family_that_its_tenants_eviction_dropped() -> None:
-    """Tenants that learned much beside little text go first: their families before the sessions, which are newer."""
+    """Tenants that learned much beside little text are evicted first. Their families go before the newer sessions."""
     cache = SuffixCache(max_bytes=None)
     for tenant in ("old", "new"):
         cache.start("r", [1], session="root", tenant=tenant)
@@ -180,7 +180,7 @@ def test_a_root_is_loaded_again_for_a_family_that_its_tenants_eviction_dropped()
         cache.mark_loaded(tenant, "root")
     cache.catch_up()
     cache.resize(max_bytes=cache.stats().bytes - 1)
-    assert cache.stats().evictions == 1 and cache.needs_load("old", family="root")  # which is gone
+    assert cache.stats().evictions == 1 and cache.needs_load("old", family="root")  # the family was evicted
     assert cache.has_session("old", "root") and cache.needs_load("old", "root")
     assert not cache.needs_load("new", "root")
 
@@ -199,7 +199,7 @@ def test_a_root_is_loaded_again_for_a_family_that_was_emptied_while_a_request_ra
 
 
 def test_a_family_keeps_to_the_budget_of_a_session() -> None:
-    """At ten times that budget; sessions that descend from one root are many."""
+    """Many sessions of one root say ten times the budget of a session."""
     cache = SuffixCache(per_session=Budget(tokens=500))
     for number in range(50):
         say(cache, f"s{number}", "root", REPORT + 100 * number)
@@ -233,7 +233,7 @@ def test_an_erased_child_leaves_its_family_though_its_own_text_was_evicted() -> 
 
 
 def test_an_erased_child_leaves_its_family_though_its_turns_were_followed() -> None:
-    """Of its own this process holds the root alone."""
+    """This process served the root only; it followed the child's turn."""
     cache, there = SuffixCache(), SuffixCache()
     say(cache, "root", text=REPORT + 500)
     cache.restore(say(there, "child", "root"), held_only=True)
@@ -243,7 +243,7 @@ def test_an_erased_child_leaves_its_family_though_its_turns_were_followed() -> N
 
 
 def test_an_erased_child_leaves_its_family_though_it_was_evicted_before_a_snapshot(tmp_path: Path) -> None:
-    """What was evicted stays in memory, and in snapshots, until it is removed little by little."""
+    """Evicted text stays in memory, and in snapshots, until later calls remove it."""
     cache, path, other = SuffixCache(), tmp_path / "snapshot", REPORT + 2000
     say(cache, "child", "root")
     say(cache, "root", text=other)
@@ -282,7 +282,7 @@ def test_an_ended_session_is_freed(scope: Scope) -> None:
     cache.catch_up()
     after = cache.stats()
     assert after.sessions == 1 and not cache.has_session("t", "s")
-    if scope == "session":  # the tenant's corpus keeps what it shares
+    if scope == "session":  # under scope "tenant" the tenant's corpus keeps the response
         assert (after.tokens, after.leaving) == (before.tokens, 0) and after.bytes < before.bytes + 1024
     else:
         assert finds(cache, "another", scope=scope) == "global"
@@ -299,7 +299,7 @@ def test_an_ended_session_goes_when_its_last_request_ends() -> None:
     cache.finish("a")
     cache.free_session("t", "s")
     assert cache.has_session("t", "s")
-    cache.start("c", PROMPT, session="s", tenant="t")  # so it has not ended
+    cache.start("c", PROMPT, session="s", tenant="t")  # so the session has not ended
     cache.abort("b")
     cache.abort("c")
     assert cache.has_session("t", "s")
@@ -314,7 +314,7 @@ def test_a_root_that_has_ended_takes_its_family_along() -> None:
     say(cache, "root")
     cache.start("r", PROMPT, session="child", tenant="t", scope="session", parent="root")
     cache.free_session("t", "root")
-    assert finds(cache, "child", "root") == "group"  # which drafts from it
+    assert finds(cache, "child", "root") == "group"  # a request still drafts from it
     cache.abort("r")
     say(cache, "root")
     cache.free_session("t", "root")

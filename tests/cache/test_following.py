@@ -1,4 +1,4 @@
-"""What a cache makes of turns that another process has just stored, and tenants that are loaded and forgotten."""
+"""Test turns that another process has just stored, and tenants that are loaded and forgotten."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from agentspec.errors import InvalidInputError
 
 
 def turn(number: int, session: str | None = "s", group: str | None = None, tenant: str | None = "t") -> FinishedTurn:
-    """A turn that can be told from others: ten tokens, and two more after each of them."""
+    """Return a turn whose 15 tokens count up from its number."""
     prompt, response = np.arange(number, number + 5), np.arange(number + 5, number + 15)
     return FinishedTurn(
         tenant, session, 0, prompt.astype(np.int32), response.astype(np.int32), group, writer="w", number=number
@@ -20,7 +20,7 @@ def turn(number: int, session: str | None = "s", group: str | None = None, tenan
 
 
 def source_behind(cache: SuffixCache, number: int, **names: str) -> str:
-    """The source that drafts what the turn with this number said."""
+    """Return the source of the draft behind the beginning of the turn with this number."""
     cache.start("probe", list(range(number, number + 7)), **names)  # type: ignore[arg-type]
     draft = cache.propose(["probe"], 1, cost=0.0)[0]
     cache.abort("probe")
@@ -31,7 +31,7 @@ def source_behind(cache: SuffixCache, number: int, **names: str) -> str:
 def test_a_followed_turn_goes_only_where_something_is_held() -> None:
     cache = SuffixCache()
     cache.restore(turn(100), held_only=True)
-    assert cache.tenants() == [] and cache.stats().tokens == 0  # nobody of the tenant was here
+    assert cache.tenants() == [] and cache.stats().tokens == 0  # the cache doesn't hold the tenant
     cache.restore(turn(200, session="a"))
     cache.restore(turn(300, session="b", group="g"), held_only=True)  # neither session nor group is held
     assert not cache.has_session("t", "b")
@@ -129,7 +129,7 @@ def test_a_tenant_is_forgotten_whole_unless_requests_of_it_run() -> None:
 
 
 def sure_of(cache: SuffixCache, tenant: str = "t") -> float:
-    """How probable the cache deems the first token of a draft, one that copies a turn of the tenant."""
+    """Return the probability of the first token of a draft that copies a turn of the tenant."""
     cache.start("probe", [1, 2, 3], tenant=tenant)
     draft = cache.propose(["probe"], 1, cost=0.0)[0]
     cache.abort("probe")
@@ -138,7 +138,7 @@ def sure_of(cache: SuffixCache, tenant: str = "t") -> float:
 
 
 def run(cache: SuffixCache, number: int, tenant: str = "t") -> FinishedTurn:
-    """Let a turn that repeats the others run here, verified greedily."""
+    """Run a turn that repeats the others, verified greedily, and return it."""
     response = list(range(4, 24))
     cache.start("request", [1, 2, 3], session=f"s{number}", tenant=tenant)
     while response:
@@ -155,7 +155,7 @@ def test_a_replica_learns_from_turns_that_ran_elsewhere() -> None:
     there, learning, restoring = SuffixCache(), SuffixCache(), SuffixCache()
     for number in range(12):
         finished = run(there, number)
-        assert learning.learn_from(finished) == (20 if number else 0)  # at first nobody knows the tenant
+        assert learning.learn_from(finished) == (20 if number else 0)  # at first the cache doesn't know the tenant
         for cache in (learning, restoring):
             cache.restore(finished)
             cache.catch_up()

@@ -1,4 +1,4 @@
-"""Snapshots of a session whose checksums are right, but not their turns, lengths or header: each is refused."""
+"""Test that snapshots with right checksums, but wrong turns, lengths or header of a session, are refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +17,9 @@ Words = NDArray[np.uint64]
 
 
 class Turns:
-    """The words of the session's turns. Documents: hash, length, parent and start, begin and tokens that aren't here.
+    """Hold the words of a session's turns. A document: hash, length, parent and start, begin and missing tokens.
 
-    Places and records: hash and position. Between them and the documents is the newest context.
+    A place or record: hash and position. The newest context is between the documents and the places.
     """
 
     def __init__(self, words: Words) -> None:
@@ -123,7 +123,7 @@ def test_turns_that_do_not_fit_their_text_are_refused(saved: Path, forge: Callab
 
 
 def text_of(path: Path) -> tuple[Words, int]:
-    """Return the snapshot's words, and where the session's text begins with its size."""
+    """Return the snapshot's words, and the index of the word with the size of the session's text."""
     words = np.frombuffer(path.read_bytes(), np.uint64).copy()
     text = np.array([97, 0, *[2**64 - 1] * 4, 1 << 32], np.uint64)  # eight boundaries are in front of it
     (at,) = (at for at in range(len(words) - 7) if (words[at : at + 7] == text).all())
@@ -133,9 +133,9 @@ def text_of(path: Path) -> tuple[Words, int]:
 @pytest.mark.parametrize(
     ("size", "released", "fault"),
     [
-        (97, 98, "length of an array"),  # more elements gave their memory back than there are
-        (2**34, 0, "length of an array"),  # no memory is asked for
-        (99, 2, "length of an array"),  # so small a text gives no memory back
+        (97, 98, "length of an array"),  # more elements are released than there are
+        (2**34, 0, "length of an array"),  # refused before any memory is allocated
+        (99, 2, "length of an array"),  # a text this small never releases memory
         (2**32, 0, "ends early"),
     ],
 )
@@ -148,7 +148,7 @@ def test_a_text_of_another_length_is_refused(saved: Path, size: int, released: i
 
 
 def test_a_number_that_its_type_cannot_hold_is_refused(saved: Path) -> None:
-    """Cut to 32 bits it would be right."""
+    """Cut to 32 bits, the number would be valid."""
     words, at = text_of(saved)
     words[at - 1] += np.uint64(2**32)
     saved.write_bytes(seal(bytearray(words.tobytes())))
@@ -159,7 +159,7 @@ def test_a_number_that_its_type_cannot_hold_is_refused(saved: Path) -> None:
 def test_a_list_so_long_that_its_bytes_cannot_be_counted_is_refused(saved: Path) -> None:
     data, two = bytearray(saved.read_bytes()), np.array([2, 0, 0, NOWHERE, 0], np.uint64).tobytes()
     at = data.index(two)
-    data[at : at + 8] = (2**59 + 2).to_bytes(8, "little")  # times 32, modulo 2 ** 64, it is what is there
+    data[at : at + 8] = (2**59 + 2).to_bytes(8, "little")  # times 32, modulo 2 ** 64, this is the true length
     saved.write_bytes(seal(data))
     with pytest.raises(SnapshotError, match="ends early"):
         SuffixCache.load(saved, vocab_size=VOCABULARY)

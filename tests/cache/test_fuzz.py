@@ -1,4 +1,4 @@
-"""Random calls and long conversations through core and oracle, whose answers must be equal, and damaged snapshots.
+"""Run random calls and long conversations on core and oracle, whose answers must be equal, and damage snapshots.
 
 AGENTSPEC_FUZZ_EXAMPLES sets the number of seeds for a longer run; `python -m tests.cache.fuzz` and `python -m
 tests.cache.mutations` go on for as long as wanted.
@@ -23,7 +23,7 @@ SEEDS = int(os.environ.get("AGENTSPEC_FUZZ_EXAMPLES", "16"))
 
 
 def target(rng: random.Random, history: list[int], alphabet: list[int]) -> Iterator[int]:
-    """What a model might say: mostly copied from some place of its history, now and then something new."""
+    """Yield what a model might say: mostly a copy of a piece of its history, now and then something new."""
     while True:
         if history and rng.random() < 0.8:
             at = rng.randrange(len(history))
@@ -35,7 +35,7 @@ def target(rng: random.Random, history: list[int], alphabet: list[int]) -> Itera
 
 
 class Conversations:
-    """Two requests at a time, verified as an engine does: deeper states than single calls reach."""
+    """Run two requests at a time, verified as an engine does. This reaches deeper states than single calls."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -50,7 +50,7 @@ class Conversations:
         self.drafted = self.accepted = 0
 
     def turn(self, number: int) -> None:
-        """Two requests decode side by side and end; their sessions may be the same one."""
+        """Decode two requests side by side until they end. They may have the same session."""
         rng = self.rng
         requests = {f"{number}-{i}": self.begin(f"{number}-{i}") for i in range(2)}
         texts = {name: list(prompt) for name, (_, prompt, _) in requests.items()}
@@ -113,7 +113,7 @@ def test_core_and_oracle_agree_on_conversations(seed: int) -> None:
     for number in range(12):
         conversations.turn(number)
         conversations.pair.check_stats()
-    assert conversations.accepted > 0  # or nothing of interest was compared
+    assert conversations.accepted > 0  # otherwise the test compared too little
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -126,18 +126,18 @@ def test_core_and_oracle_agree_on_random_calls(seed: int, tmp_path: Path) -> Non
 
 
 def test_core_and_oracle_agree_on_many_random_calls(tmp_path: Path) -> None:
-    """In this world the index is sorted at once while dropped documents wait to be removed."""
+    """With this seed, an index is sorted at once while dropped documents wait to be removed."""
     Fuzzer(2, tmp_path).run(5000)
 
 
 def test_damaged_snapshots_are_refused_or_harmless() -> None:
     loaded = mutations.run(0, 400)
-    assert 40 < loaded < 360  # some damage must pass the checks, or nothing was tested
+    assert 40 < loaded < 360  # otherwise no damage passed the checks, or all did
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_the_program_that_damages_snapshots_compiles() -> None:
-    """Only scripts/fuzz_snapshots.sh builds it, which nothing else runs."""
+    """Only scripts/fuzz_snapshots.sh builds the program, and no other test runs that."""
     source = ROOT / "tests/cache/fuzz_snapshots.cpp"
     command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'csrc'}", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -1,4 +1,4 @@
-"""The history window: what older policies, epochs or tokens wrote fades from groups and tenants."""
+"""Test the history window: groups and tenants drop what older weights, epochs or tokens wrote."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_responses_of_the_newest_weights_or_epochs_are_drafted_from(unit: str) -
     for policy in range(1, 6):
         say(cache, policy)
         assert drafted(cache, policy) and drafted(cache, 1) == (policy < 4)
-        begin(cache, unit)  # the next one and two before it
+        begin(cache, unit)  # the window holds the next period and two before it
         begin(cache, "epochs" if unit == "weights" else "weights")  # the window does not count these
     assert [drafted(cache, policy) for policy in range(1, 6)] == [False, False, False, True, True]
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_a_corpus_fades_a_part_at_a_time(text: str) -> None:
         assert turn is not None
         cache.restore(turn)
     if text == "10 tokens":
-        cache.start("w", [1, 2], scope="session", session="s")  # it says ten tokens, but not to the tenant
+        cache.start("w", [1, 2], scope="session", session="s")  # ten tokens that the tenant doesn't share
         cache.extend("w", answer(601))
         cache.finish("w")
     else:

@@ -1,4 +1,4 @@
-"""The oracle's index against its definition, spelled out by brute force."""
+"""Compare the oracle's index with its definition, spelled out by brute force."""
 
 from random import Random
 
@@ -24,7 +24,7 @@ def agreement(before: list[int], context: list[int]) -> int:
 
 
 def sort_key(text: list[int], position: int) -> tuple[list[int], int]:
-    """Tokens backwards to the boundary: 0 for the end, then by number."""
+    """Return a position's sort key: its tokens backwards to the boundary, each plus 1, then 0; and the position."""
     start = next((p + 1 for p in range(position - 1, -1, -1) if text[p] == BOUNDARY), 0)
     ranks = [token + 1 for token in text[start:position]]
     return [*ranks[::-1], 0], position
@@ -44,7 +44,7 @@ def longest(text: list[int], indexed: set[int], context: list[int]) -> Match:
 
 
 def build(documents: list[tuple[list[int], list[int]]]) -> tuple[SuffixIndex, list[int], set[int]]:
-    """An index of documents (context only, then findable), its text, and what is indexed."""
+    """Return an index of documents (context only, then findable), its text, and the indexed positions."""
     index, text, indexed = SuffixIndex(), list[int](), set[int]()
     for hidden, findable in documents:
         index.append_boundary()
@@ -163,7 +163,7 @@ def test_context_only_is_matched_but_never_found() -> None:
 def test_no_match_crosses_a_boundary() -> None:
     index, text, _ = build([([], [1, 2]), ([], [3, 1, 2, 9])])
     match = index.look_up([2])
-    assert match.positions == [7]  # nothing follows the first 2
+    assert match.positions == [7]  # nothing findable follows the first 2
     assert index.look_up([2, 3]).length == 1
     assert index.look_up([1, 2, BOUNDARY]) == Match()
     assert index.look_up([BOUNDARY, 1, 2]).length == 2

@@ -1,4 +1,4 @@
-"""Bad input: a clear error that names what is wrong, and nothing changed."""
+"""Test that bad input gives a clear error that names what is wrong, and changes nothing."""
 
 from dataclasses import replace
 from typing import Any
@@ -92,13 +92,13 @@ def test_placeholders_of_images_are_context_and_never_drafted() -> None:
         again = kept.finish("q")
         assert again is not None and again.kept == len(prompt) + 1
         assert again.parent == context_hashes([*prompt, 5]).tolist()[-1]
-        kept.start("q", [9, 2**31 - 2, 3], session="s")  # the last of the image stands for it in a match
+        kept.start("q", [9, 2**31 - 2, 3], session="s")  # the image's last placeholder is matched
         assert kept.propose(["q"], 1, cost=0.0)[0].token_ids.tolist() == [4]
         kept.abort("q")
 
 
 def test_a_row_may_have_any_number_where_a_placeholder_was() -> None:
-    """The sanitizer of undefined behaviour watches this: the largest token has no form as a placeholder."""
+    """The largest token has no form as a placeholder. The sanitizer of undefined behaviour watches this."""
     for token in (2**31 - 1, -(2**31), -1, 99):
         cache = SuffixCache(vocab_size=100)
         cache.start("r", [1, 2, 3, 2**31 - 2, 5, 6])

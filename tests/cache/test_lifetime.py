@@ -1,4 +1,4 @@
-"""Budgets, eviction and erasure."""
+"""Test budgets, eviction and erasure."""
 
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,7 @@ def run(
 
 
 def finds(cache: SuffixCache, context: list[int], **names: Any) -> list[int]:
-    """What is drafted after a context, one token."""
+    """Return the draft behind a context, of at most one token."""
     cache.start("probe", [], **names)
     cache.extend("probe", context)
     tokens: list[int] = cache.propose(["probe"], 1)[0].token_ids.tolist()
@@ -46,7 +46,7 @@ def test_a_session_over_its_budget_keeps_its_newest_part() -> None:
 
 
 def test_tenants_count_in_the_budget() -> None:
-    """Ten times as many as fit in it: the least recently used go, but one with a running request stays."""
+    """Ten times as many tenants as fit begin: the least recently used go, but one with a running request stays."""
     cache = SuffixCache(vocab_size=1000, max_bytes=4 << 20)
     cache.start("stays", [5, 6, 7], tenant="first")
     run(cache, [1, 2, 3, 4], tenant="first")
@@ -74,7 +74,7 @@ def test_a_forgotten_tenant_leaves_nothing() -> None:
 
 
 def test_a_tenant_alone_in_a_small_budget_keeps_what_it_learned() -> None:
-    """Its texts go instead."""
+    """Its texts are evicted instead."""
     cache, rng = SuffixCache(max_bytes=30_000), np.random.default_rng(1)
     for _ in range(300):
         cache.start("r", rng.integers(0, 900, 8), tenant="t")
@@ -136,7 +136,7 @@ def test_what_tenants_learned_is_saved_and_counted_once(tmp_path: Path) -> None:
 
 
 def test_many_tenants_in_turn_do_not_make_starting_dear() -> None:
-    """Making a table of 2 MB of what is learned for each start would take a hundred times as long."""
+    """Creating 2 MB of learned weights at each start would take a hundred times as long."""
 
     def start(tenants: int) -> float:
         cache, times = SuffixCache(vocab_size=1000), []
@@ -189,7 +189,7 @@ def test_resizing_evicts_little_by_little() -> None:
 
 
 def test_resizing_forgets_tenants_that_are_within_their_own_budgets() -> None:
-    """Looking for tenants over their budgets goes on where it was after the tenant in hand has gone."""
+    """The search for tenants over their budgets goes on after it has evicted the present tenant."""
     cache = SuffixCache(per_tenant=Budget(bytes=2**40))
     for number in range(1000):
         run(cache, [1, 2, 3], tenant=f"t{number:03}")
@@ -242,7 +242,7 @@ def test_a_group_is_shared_within_its_tenant_only() -> None:
     assert finds(cache, [1, 2], session="c", group="g", tenant="u") == []
     assert finds(cache, [1, 2], session="c", group="g") == []
     run(cache, [1, 2, 4, 4, 4], session="a", group="g")
-    assert finds(cache, [1, 2], session="c", group="g") == [4]  # those without a tenant are one
+    assert finds(cache, [1, 2], session="c", group="g") == [4]  # requests without a tenant share one
     assert finds(cache, [1, 2], session="c", group="g", scope="session") == []
 
 
@@ -286,7 +286,7 @@ def test_bad_budgets_are_named(arguments: dict[str, object], field: str) -> None
 
 
 def test_a_sweep_that_takes_long_ends_early_and_is_taken_up_again() -> None:
-    """Runs of one token: every place is found after a long comparison, and the clock decides how many a call takes."""
+    """In runs of one token each position is found by a long comparison, so the clock ends each call."""
     from agentspec.cache import _native
 
     cache = SuffixCache(max_tokens=80_000)
@@ -308,7 +308,7 @@ def test_a_sweep_that_takes_long_ends_early_and_is_taken_up_again() -> None:
 
 
 def test_long_repeats_are_indexed_in_small_pieces_and_wholly() -> None:
-    """The same run of one token again: where it belongs is found after long comparisons, and the clock ends a call."""
+    """A second, equal run of one token takes long comparisons to index, so the clock ends each call."""
     from agentspec.cache import _native
 
     cache = SuffixCache()

@@ -1,4 +1,4 @@
-"""Matches of thousands of tokens: right to the last one, and no dearer than short ones."""
+"""Test that matches of thousands of tokens are right to the last one, and cost no more than short ones."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -23,7 +23,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_text_that_repeats_itself_is_drafted_as_the_oracle_does(name: str) -> None:
-    """The text goes on in pieces, so that a step's look-up begins with what the one before it has compared."""
+    """The text grows in pieces, so a step's look-up starts from what the previous one compared."""
     text, pair = TEXTS[name], Pair(vocab_size=6000)
     pair.start("r", text[:2400], None, None)
     pair.catch_up(10**9)
@@ -35,7 +35,7 @@ def test_a_text_that_repeats_itself_is_drafted_as_the_oracle_does(name: str) -> 
 
 
 def test_siblings_of_a_long_prompt_are_asked_as_the_oracle_does() -> None:
-    """They agree in more tokens than one looks for, then differ, and then come together again."""
+    """The siblings agree in more tokens than a request searches for, then differ, then agree again."""
     prompt, answer = RANDOM[:1300], RANDOM[1300:]
     pair = Pair(vocab_size=6000)
     names = [f"r{number}" for number in range(5)]
@@ -44,14 +44,14 @@ def test_siblings_of_a_long_prompt_are_asked_as_the_oracle_does() -> None:
     pair.catch_up(10**9)
     for step in range(24):
         for number, name in enumerate(names):
-            if step >= 2 * number:  # each is a little behind the one before it
+            if step >= 2 * number:  # each request is a little behind the one before it
                 at = 3 * (step - 2 * number)
                 pair.extend(name, [answer[at], answer[at + 1], number if at == 12 else answer[at + 2]])
         pair.propose(names, 8)
 
 
 def alone(text: Sequence[int], known: int) -> Callable[[], None]:
-    """Returns a step of one request whose text goes on after so many tokens."""
+    """Return a step of one request that has `known` tokens of the text and adds one in each step."""
     cache = SuffixCache()
     cache.start("r", text[:known])
     cache.catch_up()
@@ -65,7 +65,7 @@ def alone(text: Sequence[int], known: int) -> Callable[[], None]:
 
 
 def siblings(prompt: int) -> Callable[[], None]:
-    """Returns a step of eight requests with a prompt of so many tokens, which say the same one behind the other."""
+    """Return a step of eight requests with a prompt of `prompt` tokens, which say the same text one after another."""
     rng, cache = np.random.default_rng(1), SuffixCache()
     names, said = [f"r{number}" for number in range(8)], rng.integers(0, 50_000, 1000).tolist()
     shared = rng.integers(0, 50_000, prompt)

@@ -1,6 +1,6 @@
-"""Budgets in bytes: what `stats` says is what the process holds, and nothing that grows is left out.
+"""Test budgets in bytes: `stats` counts what the process holds, and leaves out nothing that grows.
 
-Each case runs in a process of its own, whose resident memory is compared with what the cache says of itself.
+Each case runs in a process of its own, whose resident memory is compared with `stats`.
 """
 
 import subprocess
@@ -60,7 +60,7 @@ print(held, said.bytes, said.tokens, said.sessions, said.tenants, peak)
 
 
 def measure(body: str, max_bytes: int | None = 64 << 20) -> list[int]:
-    """Return resident bytes, bytes by `stats`, tokens, sessions, tenants and the most bytes that `stats` ever said."""
+    """Return resident bytes, bytes by `stats`, tokens, sessions, tenants and the most bytes that `stats` gave."""
     make = f"cache, before, peak = SuffixCache(max_bytes={max_bytes}), resident(), 0\n"
     code = BEGIN + make + textwrap.dedent(body) + END
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -146,5 +146,5 @@ def test_ten_times_the_budget_stays_within_it(flood: str) -> None:
     budget = 2 << 20
     held, said, *_, peak = measure(FLOODS[flood], max_bytes=budget)
     assert said <= budget
-    assert peak <= 1.15 * budget  # what was evicted is given back a little later
+    assert peak <= 1.15 * budget  # evicted memory is released a little later
     assert held < 1.1 * budget + (2 << 20), (held, said)

@@ -1,4 +1,4 @@
-"""Another drafter's tokens: when they take the place of a draft, what follows them, and what is learned."""
+"""Test another drafter's tokens: when they replace a draft, what follows them, and what is learned."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ REQUEST, MODEL = SOURCES.index("request"), SOURCES.index("model")
 
 
 def begun(prompt: list[int], max_draft: int = 16, **policy: Any) -> tuple[SuffixCache, Draft]:
-    """A cache with request "r", and the draft that it has."""
+    """Return a cache with request "r", and the request's draft."""
     cache = SuffixCache(policy=DraftPolicy(**policy), vocab_size=1000)
     cache.start("r", prompt)
     return cache, cache.propose(["r"], max_draft)[0]
@@ -54,7 +54,7 @@ def test_the_suffix_indexes_go_on_behind() -> None:
     assert draft.token_ids.size == 0
     drafts = merge(cache, [50, 11, 12], [0.9, 0.9, 0.9], max_draft=6)
     assert drafts.lists() == [[50, 11, 12, 13, 14, 15]]
-    # What the suffix indexes would have taken too is theirs, with the given probability.
+    # A token that the suffix indexes drafted too counts as theirs, with the given probability.
     assert drafts.sources.tolist() == [MODEL, MODEL, REQUEST, REQUEST, REQUEST, REQUEST]
     assert drafts.probabilities[2] == np.float32(0.9)
 
@@ -107,7 +107,7 @@ def test_chances_for_its_own_tokens_shorten_or_drop_a_draft() -> None:
     assert len(own) >= 4
     assert merge(cache, own[:3], [0.9, 0.9, 0.001]).lists() == [own[:2]]
     assert merge(cache, own[:1], [0.001]).lists() == [[]]
-    assert merge(cache, [50], [0.3]).lists() == [[50]]  # what was better before
+    assert merge(cache, [50], [0.3]).lists() == [[50]]  # the tokens that won before
 
 
 def test_chances_for_its_own_tokens_lengthen_a_draft() -> None:
@@ -118,7 +118,7 @@ def test_chances_for_its_own_tokens_lengthen_a_draft() -> None:
 
 
 def test_text_goes_on_behind_a_replaced_token() -> None:
-    """Where the given token is not the one that the suffix indexes were about to copy, the copy goes on behind it."""
+    """If the given token differs from the one to copy, the copy goes on behind it."""
     cache, _ = begun(TURN + TURN[:5], max_draft=0, cost=0.0)
     drafts = merge(cache, [99], [0.999999], max_draft=4)
     assert drafts.lists() == [[99, 17, 18, 19]] and drafts.sources.tolist() == [MODEL, REQUEST, REQUEST, REQUEST]
@@ -140,7 +140,7 @@ def test_what_was_accepted_is_counted_for_the_model() -> None:
 
 @pytest.mark.parametrize("said", [[99, 17], [16, 17], [50, 51]])
 def test_the_suffix_indexes_learn_as_without_an_offer(said: list[int]) -> None:
-    """The first position is revealed in any case: its candidates are learned from, its copy leaves a resume point."""
+    """Verification reveals the first position in any case: its candidates are learned from, and a resume point is set."""
     answers = []
     for offered in (False, True):
         cache, _ = begun(TURN + TURN[:5], max_draft=1, rerank=False, memory=3.0, cost=0.0)
@@ -153,7 +153,7 @@ def test_the_suffix_indexes_learn_as_without_an_offer(said: list[int]) -> None:
 
 
 def test_a_given_token_that_is_right_reveals_what_follows() -> None:
-    """The suffix indexes' draft behind it is judged as any other: it was wrong often, so its probability falls."""
+    """The suffix indexes' draft behind it is learned from. It is always wrong, so its probability falls."""
     probabilities = []
     cache = SuffixCache(policy=DraftPolicy(cost=0.0))
     for _ in range(40):
@@ -172,22 +172,22 @@ def test_under_the_fixed_rule() -> None:
     cache.start("r", TURN + TURN[:4])
     own = cache.propose(["r"], 4)[0].token_ids.tolist()
     assert own == TURN[4:8]
-    assert merge(cache, own[:1], [0.01]).lists() == [own]  # its draft is never cut
+    assert merge(cache, own[:1], [0.01]).lists() == [own]  # the rule's draft is never cut
     assert merge(cache, [50], [0.9]).lists() == [own]
     drafts = merge(cache, [*own, 50, 51], [0.99] * 6)
-    assert drafts.lists() == [[*own, 50, 51]]  # and the suffix indexes do not go on
+    assert drafts.lists() == [[*own, 50, 51]]  # the suffix indexes add nothing behind them
     assert drafts.sources.tolist() == [REQUEST] * 4 + [MODEL] * 2 and drafts.match_lengths.tolist() == [4]
 
 
 def test_no_draft_for_this_text_and_so_no_offer() -> None:
     cache = SuffixCache()
     cache.start("r", [1, 2, 3])
-    assert merge(cache, [7], [0.9]).lists() == [[]]  # none yet
+    assert merge(cache, [7], [0.9]).lists() == [[]]  # no draft yet
     cache.propose(["r"], 4)
     cache.extend("r", [7])
-    assert merge(cache, [8], [0.9]).lists() == [[]]  # it was for the text before
+    assert merge(cache, [8], [0.9]).lists() == [[]]  # the draft was for the earlier text
     cache.step(["r"], table_of([1, 2, 3, 7, -1]), [0], [5], [4], [0])
-    assert merge(cache, [8], [0.9]).lists() == [[]]  # the engine's text is no text
+    assert merge(cache, [8], [0.9]).lists() == [[]]  # the engine's row holds no valid token
     cache.step(["r"], table_of([1, 2, 3, 7]), [0], [4], [4], [0])
     assert merge(cache, [8], [0.9]).lists() == [[8]]
 

@@ -1,4 +1,4 @@
-"""What a response is expected to be, or may quote: sources of this request alone, bounded and counted."""
+"""Test predictions and quotable texts: sources of one request alone, bounded and counted."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ EXPECTED = list(range(100, 400))
 
 
 def steps_for(cache: SuffixCache, response: list[int], prediction: list[int]) -> tuple[int, int, set[str]]:
-    """The steps of a response that is verified greedily, how many tokens were rejected, and the drafts' sources."""
+    """Verify a response greedily. Return its steps, the rejected draft tokens, and the drafts' sources."""
     cache.start("r", PROMPT, prediction=prediction)
     cache.catch_up()
     left, steps, rejected, sources = list(response), 0, 0, set()

@@ -1,4 +1,4 @@
-"""Large sessions that are indexed beside the cache and put into it whole."""
+"""Test large sessions that are indexed beside the cache and put into it whole."""
 
 import random
 import threading
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("clock_on")
 def conversation(
     seed: int, turns: int, session: str = "s", length: int = 60
 ) -> tuple[list[FinishedTurn], list[list[int]]]:
-    """Turns of a session with branches, groups and parallel calls, and the contexts after each."""
+    """Return turns of a session with branches, groups and parallel calls, and the context after each."""
     rng = random.Random(seed)
     source = SuffixCache()
     contexts: list[list[int]] = [[]]
@@ -42,7 +42,7 @@ def conversation(
 def drafts(
     cache: SuffixCache, contexts: list[list[int]], seed: int = 0
 ) -> list[tuple[list[int], list[float], list[int]]]:
-    """What is drafted behind pieces of these contexts, by requests of the session, of its group and of the tenant."""
+    """Return the drafts behind pieces of these contexts, for requests of the session, its group and the tenant."""
     rng = random.Random(seed)
     found = []
     for names in ({"session": "s"}, {"session": "s", "group": "g"}, {"session": "x", "group": "g"}, {}):
@@ -65,7 +65,7 @@ def test_it_drafts_as_if_its_turns_had_been_restored(seed: int) -> None:
         for turn in conversation(99, 5, "other")[0]:
             cache.restore(turn)
         if seed % 2:
-            cache.restore(turns[0])  # it is held in part, and a request of it runs
+            cache.restore(turns[0])  # the session is held in part, and one of its requests runs
         cache.start("running", contexts[3], session="s", tenant="t")
         cache.catch_up()
         cache.propose(["running"], 8)
@@ -85,7 +85,7 @@ def test_it_drafts_as_if_its_turns_had_been_restored(seed: int) -> None:
     assert drafts(prepared, contexts) == drafts(ordinary, contexts)
     core = prepared._core
     assert core.recount()[0] == core.stats()[0] and core.recount()[1] == core.stats()[1]
-    for turn in turns:  # all of it is known, by name
+    for turn in turns:  # the cache knows all records
         prepared.restore(turn)
     assert prepared.stats().tokens == ordinary.stats().tokens
     for cache in (ordinary, prepared):
@@ -101,7 +101,7 @@ def test_what_would_be_lost_is_restored_turn_by_turn() -> None:
     cache = SuffixCache()
     cache.restore(turns[-1])
     before = cache.stats()
-    assert not cache.adopt(cache.prepare(turns[:-1]), turns[0])  # the cache holds a turn that came later
+    assert not cache.adopt(cache.prepare(turns[:-1]), turns[0])  # the cache holds a later turn
     assert cache.stats() == before
     small = SuffixCache(per_session=Budget(tokens=100))
     assert not small.adopt(small.prepare(turns), turns[0])
@@ -112,7 +112,7 @@ def test_what_would_be_lost_is_restored_turn_by_turn() -> None:
 
 @pytest.mark.parametrize("group", [None, "g"])
 def test_a_turn_without_a_name_is_not_lost(group: str | None) -> None:
-    """The turns in the store name themselves, and one that ended here since does not."""
+    """Stored turns have record names; a turn that ended here since then has none."""
     turns, contexts = conversation(1, 10)
     turns = [replace(turn, group=group) for turn in turns]
     cache = SuffixCache()
@@ -140,7 +140,7 @@ def test_a_response_without_a_name_is_not_lost_to_a_longer_session() -> None:
 
 
 def test_a_family_beyond_the_budget_of_a_session_is_restored_turn_by_turn() -> None:
-    """A family holds the end of each prompt beside each response, so it can be larger than its session."""
+    """A family holds the end of its prompt with each response, so it can be larger than its session."""
     source = SuffixCache()
     context: list[int] = []
     turns = []
@@ -161,7 +161,7 @@ def test_a_family_beyond_the_budget_of_a_session_is_restored_turn_by_turn() -> N
 
 
 def test_a_session_that_another_one_has_started_is_restored_turn_by_turn() -> None:
-    """Its responses would replace those of the other one's family."""
+    """Adopting it whole would replace the responses of the other session's family."""
     turns, _ = conversation(1, 5)
     cache = SuffixCache()
     cache.start("r", [1, 2], session="s", tenant="t", parent="root")
@@ -245,7 +245,7 @@ def test_no_step_waits_while_a_large_session_is_indexed() -> None:
         while thread.is_alive():
             steps.append(cpu(lambda: cache.propose(["r"], 8)))
             time.sleep(0.002)
-        few = len(steps) <= 20  # they waited for the thread, which takes a second, or the machine is busy
+        few = len(steps) <= 20  # steps waited for the thread, which takes a second, or the machine is busy
         adopt = cpu(lambda: cache.adopt(ready[0], turns[0]))  # type: ignore[arg-type]
         assert cache.stats().pending == 0
         probe = turns[40].response[100:110].tolist()

@@ -1,4 +1,4 @@
-"""Who may draft from what: each denial stands beside the hit that shows the test could have found it."""
+"""Test who may draft from what. Beside each denial stands a hit, which shows that the test can find one."""
 
 import resource
 from pathlib import Path
@@ -19,7 +19,7 @@ def say(cache: SuffixCache, session: str | None, tenant: str | None, scope: Scop
 
 
 def leaks(cache: SuffixCache, session: str | None, tenant: str | None, scope: Scope = "tenant") -> bool:
-    """Whether a prompt that begins like the secret is continued with it."""
+    """Return whether a prompt that begins like the secret drafts the rest of it."""
     cache.start("q", [5, 71, 72, 73], session=session, tenant=tenant, scope=scope)
     draft = cache.propose(["q"], 8)[0].token_ids.tolist()
     cache.abort("q")
@@ -58,7 +58,7 @@ def test_requests_without_a_tenant_are_one(session: str | None, tenant: str | No
     ("writer", "reader", "session", "seen"),
     [
         ("tenant", "tenant", "other", True),
-        ("tenant", "session", "s", True),  # a session's own text, whichever scope it was said in
+        ("tenant", "session", "s", True),  # a session's own text, under any scope
         ("tenant", "session", "other", False),
         ("tenant", "session", None, False),
         ("tenant", "none", "s", False),
@@ -80,7 +80,7 @@ def test_scopes(tenant: str | None, writer: Scope, reader: Scope, session: str |
 
 
 def test_what_was_said_in_private_and_is_said_again_to_all_is_shared() -> None:
-    """Though the session holds all of it already."""
+    """The session holds all of the text already when it is said to all."""
     cache = SuffixCache()
     say(cache, "s", "acme", "session")
     assert not leaks(cache, "other", "acme")
@@ -107,7 +107,7 @@ def test_a_restored_turn_keeps_its_scope() -> None:
 
 
 def test_names_cannot_be_composed_to_meet() -> None:
-    """Session "b" of tenant "1:a", and the like, are keys of their own."""
+    """Session "b" of tenant "1:a", and the like, have keys of their own."""
     pairs = [("a", "bc"), ("ab", "c"), ("1:a", "b"), ("1", ":ab"), (None, "1:ab"), ("-", "s"), (None, "s")]
     for tenant, session in pairs:
         cache = SuffixCache()
@@ -141,7 +141,7 @@ def test_erasing_one_session_keeps_the_others() -> None:
 
 @pytest.mark.parametrize(("given", "accepted"), [(5, 4), (3, 2), (1, 0)])
 def test_erasing_any_session_leaves_the_figures_of_drafts_that_are_being_verified(given: int, accepted: int) -> None:
-    """The engine has the draft, and verifies it whatever is erased meanwhile."""
+    """The engine already has the draft, and verifies it although a session is erased meanwhile."""
     cache = SuffixCache()
     cache.start("w", [1, 2], session="kept", tenant="acme")
     cache.extend("w", list(range(31, 45)))
@@ -175,7 +175,7 @@ def test_a_session_erased_while_it_runs() -> None:
 
 @pytest.mark.parametrize("session", ["s", "other"])
 def test_a_draft_that_quotes_an_erased_session_is_dropped(session: str) -> None:
-    """An offer would return it once more, and go on behind it."""
+    """Otherwise merging a draft would return the quote once more, and go on behind it."""
     cache = SuffixCache()
     say(cache, "s", "acme")
     cache.start("r", [5, 71, 72, 73], session=session, tenant="acme")
@@ -206,7 +206,7 @@ def test_an_erased_session_gives_its_memory_back_while_it_runs() -> None:
 
 
 def test_an_erased_session_forgets_its_records() -> None:
-    """The cache holds none of them, so an import of the session brings all of it back."""
+    """The cache holds none of its records, so an import restores the whole session."""
     cache = SuffixCache()
     cache.start("w", [1, 2], session="s", group="g", tenant="acme")
     cache.extend("w", SECRET)
@@ -226,7 +226,7 @@ REPEATING = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
 
 
 def teach(cache: SuffixCache, session: str | None, tenant: str | None, scope: Scope = "tenant") -> None:
-    """Makes matches like that of REPEATING look worthless."""
+    """Teach the cache that matches like REPEATING's are never right."""
     for _ in range(40):
         cache.start("teach", REPEATING, session=session, tenant=tenant, scope=scope)
         cache.propose(["teach"], 1)

@@ -1,4 +1,4 @@
-"""The operator's public corpus: every tenant drafts from it, nobody adds to it, and its memory counts."""
+"""Test the operator's public corpus: every tenant drafts from it, no request adds to it, and its memory counts."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ SECRET = list(range(800, 860))
 
 
 def draft(cache: SuffixCache, prompt: list[int], tenant: str | None = None, scope: Scope = "tenant") -> tuple[str, int]:
-    """The source and the first token of a draft behind a prompt."""
+    """Return the source and the first token of the draft behind a prompt."""
     cache.start("q", prompt, tenant=tenant, scope=scope)
     found = cache.propose(["q"], 4)[0]
     cache.abort("q")
@@ -43,13 +43,13 @@ def test_nothing_that_a_caller_says_gets_into_it() -> None:
         assert turn is not None
         cache.restore(turn)
     cache.catch_up()
-    assert draft(cache, SECRET[30:50], "a") == ("global", 850)  # the test could have found it
+    assert draft(cache, SECRET[30:50], "a") == ("global", 850)  # the tenant itself gets the draft
     assert draft(cache, SECRET[30:50], "b") == ("", -1)
     assert draft(cache, PUBLIC[:20], "b") == ("public", 520)
 
 
 def test_what_a_tenant_learned_on_it_stays_the_tenants() -> None:
-    """Whether drafts from it were right tells what somebody said."""
+    """Whether drafts from the corpus were right tells what a tenant said."""
     cache = SuffixCache(policy=DraftPolicy(cost=0.2))
     cache.publish([PUBLIC], max_bytes=1 << 20)
     for _ in range(40):
@@ -84,7 +84,7 @@ def test_its_memory_counts_and_is_bounded() -> None:
 
 
 def test_it_makes_room_for_itself_in_a_full_cache() -> None:
-    """At once, because no call may follow."""
+    """Publishing evicts at once, because no call may follow."""
     budget = 4 << 20
     cache = SuffixCache(max_bytes=budget)
     rng = np.random.default_rng(1)
@@ -106,7 +106,7 @@ def test_a_running_request_meets_it_and_its_successor() -> None:
     cache.publish([PUBLIC], max_bytes=1 << 20)
     assert cache.propose(["r"], 4)[0].token_ids.tolist()[:1] == [510]
     cache.publish([[7, *PUBLIC[:10], 3, 4]], max_bytes=1 << 20)
-    assert cache.candidates("r") == []  # what was drafted from the old one is dropped
+    assert cache.candidates("r") == []  # drafts from the old corpus are dropped
     assert cache.propose(["r"], 4)[0].token_ids.tolist()[:1] == [3]
     cache.publish([], max_bytes=1 << 20)
     assert not len(cache.propose(["r"], 4)[0].token_ids)

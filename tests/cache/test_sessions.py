@@ -1,4 +1,4 @@
-"""Sessions as trees of turns: branches, restoring in any order and twice, eviction and return, several writers."""
+"""Test sessions as trees of turns: branches, restoring in any order and twice, eviction and return, several writers."""
 
 import random
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def run(cache: SuffixCache, prompt: Tokens, response: Tokens, number: int = 0, *
 
 
 def behind(cache: SuffixCache, context: Tokens, max_draft: int = 1) -> Tokens:
-    """What the session drafts behind a context."""
+    """Return what the session drafts behind a context."""
     cache.start("probe", [], session="s", scope="session")
     cache.extend("probe", context)
     tokens: Tokens = cache.propose(["probe"], max_draft, cost=0.0)[0].token_ids.tolist()
@@ -33,7 +33,7 @@ def behind(cache: SuffixCache, context: Tokens, max_draft: int = 1) -> Tokens:
 
 
 def check_pairs(cache: SuffixCache, contexts: Iterable[Tokens]) -> None:
-    """Read back what follows each token: somebody must have said it. Then nothing was spliced."""
+    """Check that no texts were spliced: each drafted token must follow its context's last token in some context."""
     said: dict[int, set[int]] = {}
     for context in contexts:
         for token, follower in zip(context, [*context[1:], -1], strict=True):
@@ -44,7 +44,7 @@ def check_pairs(cache: SuffixCache, contexts: Iterable[Tokens]) -> None:
 
 
 def conversation(turns: int, seed: int = 0, length: int = 30) -> tuple[list[Tokens], list[Tokens]]:
-    """Prompts that repeat all that was said before, and their responses. Every token occurs once."""
+    """Return prompts that repeat all earlier text, and their responses. New tokens differ from all others."""
     rng = random.Random(seed)
     fresh = iter(range(1_000_000 * (seed + 1), 1_000_000 * (seed + 2)))
     context: Tokens = []
@@ -60,13 +60,13 @@ def conversation(turns: int, seed: int = 0, length: int = 30) -> tuple[list[Toke
 def finished(
     cache: SuffixCache, prompts: list[Tokens], responses: list[Tokens], named: bool = True
 ) -> list[FinishedTurn]:
-    """Hold a conversation in a cache and return its turns, named 1, 2, ..."""
+    """Run a conversation in a cache and return its turns, whose records are 1, 2, ..."""
     pairs = enumerate(zip(prompts, responses, strict=True), 1)
     return [run(cache, prompt, response, number if named else 0) for number, (prompt, response) in pairs]
 
 
 def accepted_of(cache: SuffixCache, prompt: Tokens, response: Tokens) -> int:
-    """How many tokens from the session a replay of a response accepts."""
+    """Return how many of the session's draft tokens a replay of a response accepts."""
     cache.start("replay", prompt, session="s")
     accepted = 0
     text = list(prompt)
@@ -123,7 +123,7 @@ def test_an_evicted_session_comes_back_from_its_records() -> None:
 
 
 def test_records_that_a_cache_holds_change_nothing() -> None:
-    """A load that was asked for before a turn ended brings that turn; another writer's copy of it is another turn."""
+    """A load requested before a turn ended brings that turn again. Another writer's copy of it is another record."""
     cache = SuffixCache()
     prompts, responses = conversation(5)
     turns = finished(cache, prompts, responses)
@@ -132,10 +132,10 @@ def test_records_that_a_cache_holds_change_nothing() -> None:
         cache.restore(turn)
     assert cache.stats() == before
     for turn in turns:
-        cache.restore(replace(turn, writer=""))  # nothing tells it from what is there
+        cache.restore(replace(turn, writer=""))  # a turn without a record equals a held one
     assert cache.stats() == before
     for turn in turns:
-        cache.restore(replace(turn, writer="other"))  # for group and tenant it was said twice
+        cache.restore(replace(turn, writer="other"))  # group and tenant hold the text twice
     overlaps = [min(len(prompt), 8) for prompt in prompts]
     twice = 2 * sum(1 + overlap + len(response) for overlap, response in zip(overlaps, responses, strict=True))
     assert cache.stats().tokens == before.tokens + twice
@@ -158,7 +158,7 @@ def test_turns_may_come_in_any_order_and_twice(named: bool) -> None:
 
 
 def test_two_writers_splice_nothing() -> None:
-    """Two engines serve one session at the same time, and each stores what it saw. A third reads both logs mixed."""
+    """Two engines serve one session at the same time and store their turns. A third reads both logs mixed."""
     engines = [SuffixCache(), SuffixCache()]
     shared, answers = conversation(3)
     turns: list[FinishedTurn] = []
@@ -210,7 +210,7 @@ def test_a_turn_without_its_parent_stands_alone_and_has_children() -> None:
 
 
 def test_a_request_indexes_what_its_session_lacks() -> None:
-    """The session knows the end of a long context only; the request still copies from the beginning."""
+    """The session holds only the end of a long context. The request still drafts from its beginning."""
     prompts, responses = conversation(4, length=50)
     source, cache = SuffixCache(), SuffixCache()
     turns = finished(source, prompts, responses)
@@ -238,7 +238,7 @@ def test_samples_of_one_prompt_store_it_once() -> None:
     turns = [cache.finish(str(n)) for n in range(8)]
     assert [len(turn.prompt_tail) for turn in turns if turn] == [2000] + [0] * 7
     assert cache.stats().tokens < 2000 + 2 * 8 * 110  # the responses are in the session and in its family
-    for n in range(8):  # each goes on
+    for n in range(8):  # each branch goes on
         cache.start("r", prompt + responses[n] + [1], session="s", scope="session")
         turn = cache.finish("r")
         assert turn is not None and turn.kept == 2100
@@ -262,7 +262,7 @@ def test_a_branch_is_found_inside_a_block() -> None:
 
 
 def test_a_session_over_its_budget_forgets_places_and_records() -> None:
-    """At ten times its budget; what is cut off isn't found, what is left goes on."""
+    """It says more than ten times its budget. Cut text isn't found, and kept text goes on."""
     cache = SuffixCache(per_session=Budget(tokens=600))
     prompts, responses = conversation(200, length=40)
     last = None
@@ -286,7 +286,7 @@ def test_a_session_over_its_tokens_keeps_half_of_them_whatever_its_bytes_may_be(
 
 
 def test_a_turn_of_millions_of_tokens_is_cut_to_what_a_session_holds_without_a_budget() -> None:
-    """As of an imported text. Its half was kept, which was more than a session may hold."""
+    """An import may bring such a turn. Half of it would be more than a session may hold."""
     cache = SuffixCache()
     text = np.random.default_rng(0).integers(0, 1000, 2_000_000, dtype=np.int32)
     for number in (1, 2):
@@ -297,7 +297,7 @@ def test_a_turn_of_millions_of_tokens_is_cut_to_what_a_session_holds_without_a_b
 
 
 def test_a_session_cut_to_nothing_takes_its_records_back(tmp_path: Path) -> None:
-    """Its places and records went with the text, so a snapshot is sound and a stored turn is new to it."""
+    """Its places and records went with the text, so a snapshot is sound, and a stored turn is restored."""
     cache = SuffixCache(per_session=Budget(tokens=1))
     cache.start("other", [9], session="s", scope="session")  # keeps the empty session
     turn = run(cache, [1, 2, 3], [4, 5, 6], 1, scope="session")
@@ -310,7 +310,7 @@ def test_a_session_cut_to_nothing_takes_its_records_back(tmp_path: Path) -> None
 
 
 def test_a_turn_that_was_cut_to_its_last_token_is_new_again() -> None:
-    """The part that stays begins where the turn ends."""
+    """The kept text begins where the turn ends."""
     cache = SuffixCache(per_session=Budget(tokens=200))
     context: Tokens = []
     turns = []
@@ -343,7 +343,7 @@ def test_groups_are_loaded_on_demand() -> None:
 
 
 def test_a_session_without_its_answers_is_loaded_again() -> None:
-    """A session's own group is evicted alone; its records bring it back and leave the session as it is."""
+    """Only the session's family is evicted. The records bring it back and leave the session as it is."""
     cache = SuffixCache()
     turn = run(cache, list(range(100)), [500, 501, 502], 1)
     cache.mark_loaded(None, "s")

@@ -1,4 +1,4 @@
-"""Requests of a group that run at the same time draft from each other's verified tokens."""
+"""Test that running requests of a group draft from each other's verified tokens."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def two_samples() -> tuple[SuffixCache, NDArray[np.int32]]:
 
 
 def test_a_step_drafts_what_a_sibling_says_in_it() -> None:
-    for order in ([0, 1], [1, 0]):  # wherever the sibling's row is
+    for order in ([0, 1], [1, 0]):  # whichever row is first
         cache, texts = two_samples()
         texts[1, 4] = ANSWER[0]
         names, lengths, limits = ["a", "b"], [44, 5], [0, 3]
@@ -151,12 +151,12 @@ def test_an_erased_session_is_nobodys_sibling() -> None:
     assert draft(cache)[0] == "sibling"
     cache.remove_session("t", "s")
     assert cache.candidates("b") == [] and draft(cache) == ("", [])
-    cache.extend("b", ANSWER[2:4])  # learns without the text that is gone
+    cache.extend("b", ANSWER[2:4])  # learning does without the sibling's text, which is gone
     assert draft(cache) == ("", [])
 
 
 def test_a_request_of_an_erased_session_has_no_sibling() -> None:
-    """It drafted from one before, which runs on."""
+    """It had a sibling before the erasure, which runs on."""
     cache = SuffixCache()
     cache.start("a", PROMPT, group="g", tenant="t")
     cache.start("b", PROMPT, group="g", session="s", tenant="t")

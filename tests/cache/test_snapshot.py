@@ -1,4 +1,4 @@
-"""Saving and loading whole caches, and what a damaged file does."""
+"""Test saving and loading whole caches, and loading damaged files."""
 
 import shutil
 import subprocess
@@ -28,7 +28,7 @@ def fill(cache: SuffixCache) -> None:
 
 
 def answers(cache: SuffixCache) -> list[object]:
-    """What it drafts for many contexts."""
+    """Return the cache's drafts for many contexts."""
     seen: list[object] = []
     for number in range(8):
         for tenant in (None, "t", "u"):
@@ -81,7 +81,7 @@ def test_what_was_erased_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_what_waits_to_be_indexed_is_indexed_after_a_save(tmp_path: Path) -> None:
-    """Meanwhile nothing of it was, as it is large."""
+    """The text is too large to be indexed while the cache is saved."""
     cache = SuffixCache()
     cache.start("r", [1, 2], tenant="t")
     cache.extend("r", np.arange(100_000, dtype=np.int32))
@@ -158,7 +158,7 @@ DOCUMENTS = [3, *(0, 0, 80 << 32, 0), *(0, 0, 161 << 32 | 80, 0), *(0, 0, 243 <<
     ],
 )
 def test_documents_that_do_not_fit_their_text_are_refused(forged: list[int], tmp_path: Path) -> None:
-    """The file's checksum is right. Later such a document would be removed where it is not."""
+    """The file's checksum is right. Later, eviction would remove such a document at the wrong place."""
     cache, path = SuffixCache(vocab_size=VOCABULARY), tmp_path / "snapshot"
     for number in range(3):
         cache.start("r", [1, 2], tenant="t")
@@ -232,7 +232,7 @@ def test_a_cache_that_is_in_use_loads_nothing(tmp_path: Path) -> None:
 
 
 def test_a_session_that_has_said_nothing_is_not_saved(tmp_path: Path) -> None:
-    """The request that knows it is not saved either, and nothing else would let it go."""
+    """The request that holds it is not saved either, so a loaded cache would never forget the session."""
     cache = SuffixCache()
     cache.start("r", [1, 2], session="silent", tenant="t")
     cache.save(tmp_path / "snapshot")
@@ -240,7 +240,7 @@ def test_a_session_that_has_said_nothing_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_positions_out_of_order_leave_with_their_text(tmp_path: Path) -> None:
-    """A forged file, whose checksum is right: a position that outlived its text would be read outside of it later."""
+    """A forged file has a right checksum. A position that outlived its text would be read out of bounds later."""
     rng, path = np.random.default_rng(1), tmp_path / "snapshot"
     cache = SuffixCache(vocab_size=VOCABULARY)
     for _ in range(40):
@@ -256,7 +256,7 @@ def test_positions_out_of_order_leave_with_their_text(tmp_path: Path) -> None:
     assert 0 < loaded.stats().tokens < cache.stats().tokens
     loaded.save(path)
     assert SuffixCache.load(path, vocab_size=VOCABULARY).stats().tokens == loaded.stats().tokens
-    loaded.resize(max_tokens=1000)  # now the rest moves to the front of its memory
+    loaded.resize(max_tokens=1000)  # the kept text moves to the front of its memory
     loaded.catch_up()
     loaded.start("r", rng.integers(0, 900, 8), tenant="t")
     loaded.extend("r", rng.integers(0, 900, 100))
@@ -273,7 +273,7 @@ def out_of_order(data: bytearray) -> bytearray:
 
 
 def leaves_of(data: bytearray) -> NDArray[np.uint32]:
-    """The leaves [n, 64] of the snapshot's only index, of 1,000 to 8,000 positions."""
+    """Return the leaves [n, 64] of the snapshot's only index, which has 1,000 to 8,000 positions."""
     words = np.frombuffer(data, np.uint64)
     arrays = (at for at in range(8, len(words) - 1) if words[at + 1] == 0)  # with nothing released
     begin = next(at for at in arrays if words[at] % 64 == 0 and 1000 <= words[at] <= 16_000)
@@ -281,7 +281,7 @@ def leaves_of(data: bytearray) -> NDArray[np.uint32]:
 
 
 def test_arctics_rule_reads_nothing_in_front_of_a_text(tmp_path: Path) -> None:
-    """A forged file lists a place where too little agrees. The address sanitizer watches this."""
+    """A forged file lists a position with too short a context. The address sanitizer watches this."""
     path, policy = tmp_path / "snapshot", DraftPolicy.fixed(max_depth=256, max_draft=64)
     cache = SuffixCache(vocab_size=VOCABULARY, policy=policy)
     for number in range(8):  # all begin alike, and half of them end alike
@@ -388,7 +388,7 @@ int main(int, char** arguments) {
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_a_table_that_grows_while_it_is_copied_is_copied_again(tmp_path: Path) -> None:
-    """A reranker's table is another one after it has grown. Halves of the two would have lost half of the weights."""
+    """A reranker's table is replaced when it grows. Half of each table would hold only half of the weights."""
     source = tmp_path / "grows.cpp"
     source.write_text(GROWS_WHILE_SAVED)
     core = Path(__file__).parents[2] / "csrc"

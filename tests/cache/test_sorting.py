@@ -1,4 +1,4 @@
-"""A text that is sorted in one go answers as one that was indexed piece by piece."""
+"""Test that a text sorted in one go answers as one that is indexed piece by piece."""
 
 from collections.abc import Callable
 from random import Random
@@ -12,7 +12,7 @@ LENGTH = 3_000
 
 
 def _words(rng: Random) -> list[int]:
-    """Sentences of few words, most of them said before."""
+    """Return sentences of few words, most of them repeated."""
     said = [[rng.randrange(50) for _ in range(rng.randrange(2, 30))] for _ in range(20)]
     return [token for _ in range(LENGTH // 15) for token in rng.choice(said)]
 
@@ -57,7 +57,7 @@ def test_sorting_gives_the_same_drafts(kind: str) -> None:
 
 
 def test_texts_that_begin_alike_are_in_the_order_of_their_positions() -> None:
-    """More of them than a match lists, so that their order decides which ones it lists."""
+    """There are more texts than a match lists, so their order decides which ones it lists."""
     rng = Random(5)
     sorted_whole, by_pieces = SuffixCache(), SuffixCache()
     for number in range(100):

@@ -1,4 +1,4 @@
-"""No call takes long beside its drafting: start, finish, restore and eviction only append, and steps share the work.
+"""Test that no call takes long beside its drafting: other calls only append, and the steps share the work.
 
 Times are CPU time of a thread, not wall time. A step takes .7 ms at the ninety-ninth percentile on an idle machine;
 before the work was shared, each case took ten times as long or more.
@@ -17,11 +17,11 @@ from tests.timing import assert_fast, beside, cpu
 
 pytestmark = pytest.mark.usefixtures("clock_on")
 
-STALL = 2.0  # ms: most that a call may take, at the ninety-ninth percentile of many
+STALL = 2.0  # ms: limit of the 99th percentile of the calls
 
 
 class Texts:
-    """Half of the text repeats phrases, as agents' texts do."""
+    """Make texts of which half repeats phrases, as agents' texts do."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(3)
@@ -57,7 +57,7 @@ def test_many_requests_finish_together() -> None:
             cache.extend(name, texts.make(400))
         cache.catch_up()
         times = [cpu(lambda name=name: cache.finish(name)) for name in names]  # type: ignore[misc]
-        assert cache.stats().pending >= 64 * 400  # none of them was indexed
+        assert cache.stats().pending >= 64 * 400  # nothing was indexed yet
         return {"all": sum(times), "finish": most(times), "step": most(steps_until_idle(cache, texts))}
 
     assert_fast(measure, all=10.0, finish=STALL, step=STALL)  # all: 1.5 ms, and 40 ms once
@@ -109,7 +109,7 @@ def test_a_large_session_is_evicted() -> None:
 
 
 def test_eviction_of_many_tenants_keeps_to_its_time() -> None:
-    """Their budget is cut, and all of them exceed it. To evict what they hold takes some 20 ms."""
+    """The tenants' budget is cut, and all exceed it. Evicting what they hold takes some 20 ms."""
     cache = SuffixCache(max_bytes=None)
     for tenant in range(200):
         for session in range(40):
@@ -144,7 +144,7 @@ def test_a_session_that_goes_on_for_ever_is_cut() -> None:
 
 
 def test_a_session_is_erased_beside_a_large_corpus() -> None:
-    """The erasure itself may take long; it lets steps run in between."""
+    """The erasure itself may take long, but it lets steps run in between."""
 
     def measure() -> dict[str, float]:
         texts, cache = Texts(), SuffixCache(vocab_size=60_000)
@@ -159,7 +159,7 @@ def test_a_session_is_erased_beside_a_large_corpus() -> None:
 
 
 def test_steps_wait_for_no_erasure_in_another_thread() -> None:
-    """They wait for a lock while the erasure works, for most of a second in all: the CPU time of its thread tells."""
+    """The erasure takes most of a second. Its thread's CPU time during a step shows how long that waits for the lock."""
 
     def measure() -> dict[str, float]:
         rng, cache = np.random.default_rng(3), SuffixCache(vocab_size=60_000, max_bytes=None)
@@ -216,7 +216,7 @@ def test_a_step_helps_a_late_indexing_thread_with_half_of_its_time() -> None:
         assert len(works) > 10
         return {"work": float(np.median(works))}
 
-    assert_fast(measure, work=0.4)  # .25 ms of .5; all of it where the step takes no account of the thread
+    assert_fast(measure, work=0.4)  # .25 ms of .5; all of it if the step ignores the thread's work
 
 
 def test_the_work_beside_drafting_is_counted() -> None:

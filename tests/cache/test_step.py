@@ -1,4 +1,4 @@
-"""The decode step: one call for the batch, reading the engine's array, whatever the engine did meanwhile."""
+"""Test the decode step: one call for the batch, which reads the engine's array, whatever the engine did meanwhile."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def test_step_equals_extend_and_propose() -> None:
 
 @pytest.mark.parametrize(("most", "drafted"), [(0, 0), (2, 2), (128, 4)])
 def test_no_draft_is_longer_than_any_may_be(most: int, drafted: int) -> None:
-    """`max_draft` is 4."""
+    """The limit, `max_draft`, is 4."""
     cache = SuffixCache()
     cache.start("r", PROMPT)
     table = np.array([PROMPT], np.int32)
@@ -82,7 +82,7 @@ def test_skipped_steps_are_caught_up() -> None:
     for length in range(len(PROMPT), len(text)):
         step(steady, text[:length], max_draft=0)
     assert step(cache, text).lists() == step(steady, text).lists() != [[]]
-    assert cache.finish("r") is None  # no session to keep it for
+    assert cache.finish("r") is None  # there is no session to keep the turn for
 
 
 def test_prompt_known_in_part_is_completed() -> None:
@@ -207,7 +207,7 @@ def test_empty_batch() -> None:
 
 
 class TestBatchHandle:
-    """Requests that were looked up once, for many steps."""
+    """Test batches whose requests are looked up once, for many steps."""
 
     def test_it_serves_like_the_ids(self) -> None:
         one, other = SuffixCache(), SuffixCache()
@@ -265,7 +265,7 @@ class TestBatchHandle:
 
 @pytest.mark.parametrize("prompt", [*range(1, 100, 7), 16, 48, 80, 112, 512])
 def test_text_that_is_indexed_over_several_steps_is_found(prompt: int) -> None:
-    """A step looks up the end of a text while the tokens before it wait, and a later one indexes them all."""
+    """A step looks up the end of a text while earlier tokens wait; a later step indexes them all."""
     text = np.random.default_rng(prompt).integers(0, 3, prompt + 300, np.int32)
     cache, expected = SuffixCache(vocab_size=10), SuffixIndex()
     cache.start("r", text[:prompt])
@@ -276,7 +276,7 @@ def test_text_that_is_indexed_over_several_steps_is_found(prompt: int) -> None:
         expected.append([int(text[length - 1])])
         waited += cache.stats().pending > 0
         found = [(one.match_length, one.count) for here in cache.candidates("r")[:1] for one in here if one.rank < 2]
-        if cache.stats().pending == 0 and found:  # there are none if all are improbable
+        if cache.stats().pending == 0 and found:  # without candidates there is nothing to compare
             expected.advance(length)
             match = expected.look_up(text[:length].tolist())
             assert max(found) == (match.length, match.count)

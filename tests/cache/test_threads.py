@@ -1,4 +1,4 @@
-"""One thread decodes; others look, erase, tidy up and save meanwhile. A thread sanitizer sees what this test cannot."""
+"""Test one thread that decodes while others look, erase, tidy up and save. The thread sanitizer finds more."""
 
 import contextlib
 import threading
@@ -94,7 +94,7 @@ def test_a_thread_indexes_what_waits_without_any_step() -> None:
 
 
 def test_what_the_thread_has_not_indexed_by_the_second_step_the_steps_do() -> None:
-    """Of what others said: of the cache's own turns each is drafted from in the next step."""
+    """This holds for turns of other processes. The cache's own turns are drafted from in the next step."""
     cache = SuffixCache()
     thread = threading.Thread(target=cache.index_until_closed, daemon=True)
     thread.start()
@@ -116,7 +116,7 @@ SECRET = np.arange(70_000, 70_040, dtype=np.int32)
 
 
 def saving(cache: SuffixCache, path: Path) -> threading.Thread:
-    """Return a thread that saves the cache, in the middle of the large index of its only tenant, `t`."""
+    """Return a thread that is saving the cache, amid the large index of its only tenant, `t`."""
     rng = np.random.default_rng(7)
     cache.restore(FinishedTurn("t", "gone", 0, SECRET[:0], SECRET, writer="w", number=1))
     for number in range(2, 40):
@@ -132,7 +132,7 @@ def saving(cache: SuffixCache, path: Path) -> threading.Thread:
 
 
 def test_what_is_erased_while_a_snapshot_is_saved_is_neither_in_that_nor_drafted(tmp_path: Path) -> None:
-    """Even where it was evicted before, which the index learns of later, and not at all while it is saved."""
+    """This holds for evicted text, too, which is still in the index while that is saved."""
     for number in range(10):  # a busy machine may save all before this thread goes on
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -151,7 +151,7 @@ def test_what_is_erased_while_a_snapshot_is_saved_is_neither_in_that_nor_drafted
 
 
 def test_a_snapshot_that_begins_during_an_erasure_holds_nothing_of_it(tmp_path: Path) -> None:
-    """The session is gone by then, and its responses leave the tenant's index in slices."""
+    """The save begins when the session is gone and its responses are leaving the tenant's index in slices."""
     rng, in_time = np.random.default_rng(7), 0
     for number in range(10):  # a busy machine may erase all before this thread goes on
         path, cache = tmp_path / str(number), SuffixCache(max_bytes=None)
@@ -213,7 +213,7 @@ def test_budgets_may_change_while_a_snapshot_is_loaded(tmp_path: Path) -> None:
 
 
 def test_two_caches_that_save_to_one_path_leave_a_whole_snapshot(tmp_path: Path) -> None:
-    """Two containers that share a folder may run processes of the same number; two threads have one, too."""
+    """Two containers that share a folder may have processes of the same id, as two threads have."""
     rng, path = np.random.default_rng(3), tmp_path / "snapshot"
     caches = [SuffixCache(), SuffixCache()]
     for cache in caches:
