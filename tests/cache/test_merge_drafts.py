@@ -140,7 +140,7 @@ def test_what_was_accepted_is_counted_for_the_model() -> None:
 
 @pytest.mark.parametrize("said", [[99, 17], [16, 17], [50, 51]])
 def test_the_suffix_indexes_learn_as_without_an_offer(said: list[int]) -> None:
-    """Verification reveals the first position in any case: its candidates are learned from, and a resume point is set."""
+    """Verification reveals the first position in any case. The index learns from it and sets a resume point."""
     answers = []
     for offered in (False, True):
         cache, _ = begun(TURN + TURN[:5], max_draft=1, rerank=False, memory=3.0, cost=0.0)

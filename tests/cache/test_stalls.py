@@ -159,7 +159,7 @@ def test_a_session_is_erased_beside_a_large_corpus() -> None:
 
 
 def test_steps_wait_for_no_erasure_in_another_thread() -> None:
-    """The erasure takes most of a second. Its thread's CPU time during a step shows how long that waits for the lock."""
+    """The erasure takes most of a second. Its thread's CPU time during a step shows how long the step waits."""
 
     def measure() -> dict[str, float]:
         rng, cache = np.random.default_rng(3), SuffixCache(vocab_size=60_000, max_bytes=None)

@@ -1,4 +1,4 @@
-"""The lowest mean acceptance length of a batch's rows, which limits how long a step may take."""
+"""Test the lowest mean acceptance length of a batch's rows, which limits how long a step may take."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from agentspec.server_ext.step import AcceptanceLength
 
 
 class Rows:
-    """Rows that get so many tokens a step each."""
+    """Give each row its number of tokens a step, `gains`."""
 
     def __init__(self, *gains: float) -> None:
         self.lengths = AcceptanceLengths()
@@ -24,7 +24,7 @@ class Rows:
         self.texts.append(0.0)
 
     def run(self, steps: int, every: int = 1, failed: int = 0) -> float:
-        """Return the lowest mean after so many steps, looked at now and then. failed: rows without drafts beside."""
+        """Return the lowest mean after `steps` steps, read now and then. failed: further rows, without drafts."""
         lowest = 0.0
         for _ in range(steps):
             self.step += 1
@@ -56,7 +56,7 @@ def test_a_row_that_turns_quiet_is_noticed_within_its_latest_256_steps() -> None
 
 
 def test_a_short_beginning_does_not_count_for_long() -> None:
-    """After 8 quiet steps and 24 others a row's mean is that of all its steps, and of the start that is assumed."""
+    """After 8 quiet steps and 24 others, a row's mean is that of all its steps and of the assumed start."""
     rows = Rows(1.0)
     rows.run(8)
     rows.gains[0] = 9.0
@@ -85,7 +85,7 @@ def test_new_rows_begin_as_rows_before_them_did() -> None:
 
 
 def test_short_quiet_rows_keep_the_next_ones_quiet() -> None:
-    """They end before they have 8 steps of their own, beside one that always accepts much."""
+    """The quiet rows end within 8 steps, beside a row that always accepts much."""
     rows = Rows(20.0)
     rows.run(300)
     for _ in range(60):
@@ -103,7 +103,7 @@ def test_where_half_of_the_rows_get_no_drafts_they_decide() -> None:
 
 
 def test_among_many_rows_a_new_one_counts_at_once() -> None:
-    """All rows are measured each 16 steps then, and when the lowest has left. New ones begin with what rows get."""
+    """With many rows, all are measured every 16 steps and when the lowest has left. New rows begin with their mean."""
     many = Rows(*[9.0] * 64)
     many.begin(3.0)
     assert many.run(325) == pytest.approx(3.0, rel=0.05)

@@ -1,4 +1,4 @@
-"""How the adapter is put into vLLM: its patches, what it refuses, and that nothing else knows vLLM."""
+"""Test how the adapter is put into vLLM: its patches, what it refuses, and that no other module imports vLLM."""
 
 import ast
 import inspect
@@ -28,7 +28,7 @@ def test_api_ids_lose_the_engines_decoration() -> None:
     assert vllm_adapter.api_request_id("resp_a_1_12-deadbeef") == "resp_a_1"
     assert vllm_adapter.api_request_id("1_chatcmpl-job_7_0-deadbeef", batch=True) == "chatcmpl-job_7"
     assert vllm_adapter.api_request_id("chatcmpl-job_7-deadbeef") == "chatcmpl-job_7"
-    for given in ("", "a\nb", "c\n", "5", "-1"):  # what callers send as X-Request-Id or request_id
+    for given in ("", "a\nb", "c\n", "5", "-1"):  # X-Request-Id or request_id of callers
         assert vllm_adapter.api_request_id(f"cmpl-{given}-0-deadbeef") == f"cmpl-{given}"
         assert vllm_adapter.api_request_id(f"chatcmpl-{given}-deadbeef") == f"chatcmpl-{given}"
 
@@ -43,7 +43,7 @@ def test_pipeline_parallel_is_refused_with_the_remedy() -> None:
     ("name", "sent"), [("\ud800", None), ("usable", "usable"), ("x" * 300, "x" * 300), (None, None)]
 )
 def test_vllms_own_session_id_can_be_sent_to_the_engine(name: str | None, sent: str | None) -> None:
-    """A lone surrogate was HTTP 500, in the body and in vllm_xargs, from where vLLM takes it too."""
+    """Otherwise a lone surrogate, in the body or in vllm_xargs, would give HTTP 500."""
     params = SamplingParams(extra_args={"session_id": name})
     request = SimpleNamespace(sampling_params=params, session_id=name, cache_salt=None, lora_request=None)
     speculative = SimpleNamespace(method="custom_class", model=PROPOSER_PATH)
@@ -100,7 +100,7 @@ class TestPatches:
             patch.install()
 
     def test_another_wrap_on_top_does_not_hide_ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As the replay's, which wraps a method that we wrap."""
+        """The replay wraps a method that the adapter wraps, too."""
         owner = SimpleNamespace(answer=lambda: 1)
         monkeypatch.setattr(vllm_adapter.Patch, "_find_owner", lambda self: owner)
         ours, theirs = (
@@ -123,7 +123,7 @@ class TestPatches:
 
 
 class TestStart:
-    """What vLLM's ``custom_class`` constructs ends a start that cannot work."""
+    """Test that the proposer that vLLM's ``custom_class`` constructs ends a start that cannot work."""
 
     @staticmethod
     def config(**changes: Any) -> Any:
@@ -160,7 +160,7 @@ def test_the_tables_name_every_file() -> None:
 
 
 def test_nothing_else_imports_vllm() -> None:
-    """The package and, by vLLM's public interface, what runs an engine: the replay's worker and the generator."""
+    """Only the adapter imports vLLM's internals. The modules that run an engine import its public interface."""
     allowed = {"testing/replay_worker.py", "testing/server.py", "train/generate.py"}
     root = Path(agentspec.__file__).parent
     found = set()

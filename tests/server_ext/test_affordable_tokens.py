@@ -1,4 +1,4 @@
-"""StepCost limits the duration of a step: the draft tokens that it can afford, on synthetic step times."""
+"""Test how many draft tokens StepCost affords a step, by its duration, on synthetic step times."""
 
 import random
 from statistics import median
@@ -10,9 +10,9 @@ from agentspec.server_ext.settings import LONGEST_STEP
 from tests.server_ext.machine import Machine
 
 AIMED = LONGEST_STEP / (1 + AIMED_DEVIATIONS * 0.05)
-"""Duration that a measured step aims at with the usual noise, in multiples of one without drafts."""
+"""Duration that steps with drafts aim at, with the usual noise, in multiples of a step without drafts."""
 BUSY_AIMED = LEAST_AIMED_SHARE * LONGEST_STEP
-"""With much noise."""
+"""The same duration with much noise."""
 
 
 @pytest.mark.parametrize("rows", [2, 8, 64])
@@ -29,7 +29,7 @@ def test_before_anything_is_measured_a_step_may_draft_a_token_a_row(rows: int) -
 def test_drafts_that_use_what_is_allowed_grow_until_steps_take_as_long_as_they_may(
     per_token: float, surcharge: float, plain: int
 ) -> None:
-    """Steps take as many tokens as they may, or a little fewer."""
+    """Steps take as many draft tokens as allowed, or a few less."""
     machine, cost = Machine(per_token, surcharge=surcharge), StepCost()
     machine.run(cost, plain, 8, longest=0)
     most = 0.0
@@ -68,7 +68,7 @@ def test_no_step_goes_without_drafts_where_nothing_depends_on_it(given: float | 
 
 
 def test_a_step_that_drafts_too_much_is_not_repeated() -> None:
-    """A few steps beyond a knee, where the time grows faster, are enough to stay before it."""
+    """After a few steps beyond a knee, where the time grows faster, drafts stay below it."""
     machine, cost = Machine(0.0001, noise=0.02), StepCost()
     over = 0
     for _ in range(300):
@@ -81,7 +81,7 @@ def test_a_step_that_drafts_too_much_is_not_repeated() -> None:
 
 @pytest.mark.parametrize("share", [0.9, 1.0])
 def test_drafts_grow_on_a_busy_machine_too(share: float) -> None:
-    """Steps without drafts vary as much there, so the room that a draft has is the same."""
+    """Steps without drafts vary as much on a busy machine, so drafts may take as much time."""
     fits = (BUSY_AIMED - 1) * 0.018 / 0.0002
     found = []
     for seed in range(21):

@@ -1,4 +1,4 @@
-"""Sessions of coding agents, by the headers that their clients send (recorded from real ones)."""
+"""Test sessions of coding agents by the headers that their clients send (recorded from real clients)."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def shown(headers: dict[str, str]) -> Presented:
 def request(
     headers: dict[str, str], server: RequestTagger | None = None, *, body: str | None = None, **xargs: object
 ) -> Identity:
-    """The identity of a request; vLLM takes its session from the body, from X-Session-ID, or from vllm_xargs."""
+    """Return a request's identity. vLLM takes its session from the body, from X-Session-ID, or from vllm_xargs."""
     named = xargs.get("session_id")
     native = body or headers.get("x-session-id") or (named if isinstance(named, str) else None)
     return identify((server or tagger()).tag(xargs, shown(headers), session_id=native))
@@ -52,7 +52,7 @@ def test_a_client_names_its_session(headers: dict[str, str]) -> None:
 @pytest.mark.parametrize("header", ["x-session-id", "thread-id"])
 @pytest.mark.parametrize("name", ["sesión", "à", "会话 7"])
 def test_a_name_beyond_ascii_is_that_of_a_body_and_a_path(header: str, name: str) -> None:
-    """Routes take the id from the path, so another reading of the header would erase nothing, and say that it did."""
+    """Routes take the id from the path. If the header were decoded otherwise, an erasure would find nothing."""
     sent = Presented([(header.encode(), name.encode())])
     native = name.encode().decode("latin-1") if header == "x-session-id" else None  # as vLLM reads its header
     found = identify(tagger().tag({}, sent, session_id=native))
@@ -97,7 +97,7 @@ def test_a_client_ends_its_session(headers: dict[str, str]) -> None:
 def test_other_requests_end_nothing(headers: dict[str, str]) -> None:
     assert not request(headers).final
     assert request(headers, session_final=True).final and not request(headers, session_final=[1]).final
-    assert not request({}, session_final=True).final  # it names no session
+    assert not request({}, session_final=True).final  # the request names no session
 
 
 def test_dynamos_headers_win_over_the_others() -> None:
@@ -126,7 +126,7 @@ def test_an_empty_header_says_nothing() -> None:
 
 
 def test_an_id_that_our_client_encoded_for_a_header_is_the_one_in_the_body() -> None:
-    """Requests of `session.openai` name it in a header only, those of `session.chat` in the body too."""
+    """Requests of `session.openai` name the session in a header only, those of `session.chat` in the body too."""
     encoded = {"x-session-id": to_header("größer 9%"), "x-parent-session-id": to_header("ein Kind")}
     for found in (request(encoded), request(encoded, body="größer 9%")):
         assert (found.session_name, found.parent_session) == ("größer 9%", key("ein Kind"))

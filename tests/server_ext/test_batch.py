@@ -1,4 +1,4 @@
-"""Steps read out of a model runner: what they hold, and that what is kept between steps is never out of date."""
+"""Test steps read from a model runner: their content, and that cached parts are never out of date."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -23,12 +23,12 @@ TAGGER = RequestTagger(Callers(Settings(tenant="t"), b"secret of the tests"), "t
 
 
 def extra_args(session: str) -> dict[str, Any]:
-    """What the API server writes into a request of this session."""
+    """Return what the API server writes into a request of this session."""
     return TAGGER.tag({"session_id": session})
 
 
 class Runner:
-    """A stand-in for vLLM's model runner: prompts of ten tokens and what was verified after them."""
+    """Stand in for vLLM's model runner: prompts of ten tokens and the tokens verified behind them."""
 
     def __init__(self) -> None:
         self.input_batch = SimpleNamespace(
@@ -70,7 +70,7 @@ class Runner:
         prefilled: int = 0,
         limit: int = 4,
     ) -> Step:
-        """A step that gives the rows so many tokens; the proposer knows the requests afterwards."""
+        """Take a step that gives each row `given` tokens. Afterwards the engine knows the requests."""
         drafts = drafts or {}
         output = SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in self.input_batch.req_ids] if new else [],
@@ -128,7 +128,7 @@ def test_text_that_came_with_a_request_is_taken_out_of_what_vllm_may_print(runne
 
 
 def test_a_number_that_is_no_token_ends_no_response(runner: Runner) -> None:
-    """The cache refuses such an end token, and with it the request."""
+    """The cache would refuse such an end token, and with it the request."""
     runner.add("a")
     runner.requests["a"].sampling_params.stop_token_ids += [-1, 2**31, 2**70]
     step = runner.step(1, new=True, prefilled=9)
@@ -222,7 +222,7 @@ def test_a_prompt_of_embeddings_gets_no_drafts(runner: Runner) -> None:
 
 
 def test_the_time_before_a_new_request_is_no_step(runner: Runner) -> None:
-    """The engine may have been idle."""
+    """The engine may have been idle before."""
     runner.add("a")
     runner.step(1, new=True, prefilled=9)
     runner.step(1)
@@ -245,7 +245,7 @@ def test_an_id_that_is_used_again_is_another_request(runner: Runner) -> None:
 
 
 def test_streamed_input_starts_a_request_anew(runner: Runner) -> None:
-    """vLLM makes what was said and what came in the prompt of the same request. Reading it may take several steps."""
+    """vLLM turns the earlier text and the new input into the request's prompt. Its prefill may take several steps."""
     runner.add("a", "b")
     runner.step(1, 1, new=True, prefilled=18)
     runner.step(1, 1)
@@ -261,7 +261,7 @@ def test_streamed_input_starts_a_request_anew(runner: Runner) -> None:
 def test_requests_with_structured_output_share_the_rows_of_a_bitmask(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.33 gives each of them as many rows as the longest draft of any needs, and one more."""
+    """vLLM 0.33 gives each such request as many rows as the longest draft of any has tokens, plus one."""
     monkeypatch.setattr(step_reader, "_MASK_ROWS", 8)
     runner.add("a", "b", structured=True)
     runner.add("c")

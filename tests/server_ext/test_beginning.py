@@ -1,4 +1,4 @@
-"""Requests begin before their prompts are computed, so that indexing and loading run beside that."""
+"""Test that requests begin before their prompts are computed, so that indexing and loading run beside the prefill."""
 
 import threading
 import time
@@ -22,11 +22,11 @@ from tests.store.helpers import turn, wait_until
 LENGTH = 20_000
 VOCABULARY = 50_000
 SOURCE = 15_000
-"""Where the text stands in the prompt that its end and the response repeat."""
+"""Position in the prompt of the text that the prompt's end and the response repeat."""
 
 
 class Server:
-    """An engine whose one row computes a long prompt of tokens that do not repeat, but for the last eight."""
+    """Run an engine with one row and a long prompt, of which only the last eight tokens repeat."""
 
     def __init__(self) -> None:
         settings = Settings(store="memory://", verify_cost=0.001)
@@ -52,7 +52,7 @@ class Server:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, *methods: tuple[Any, str]) -> list[str]:
-    """Return a list that gets the name of each of these methods, (owner, name), whenever it is called."""
+    """Return a list that gets a method's name at each call. methods: (owner, name)."""
     order: list[str] = []
 
     def noting(name: str, call: Any) -> Any:
@@ -82,7 +82,7 @@ def test_a_prompt_is_indexed_while_it_is_computed(server: Server) -> None:
 
 
 def test_without_that_its_first_steps_have_no_drafts(server: Server) -> None:
-    """What the test above would pass with, if indexing took no time."""
+    """This shows that the test above does not pass by itself, as indexing takes time."""
     assert server.step(started=(server.new(),)) == []
 
 
@@ -127,7 +127,7 @@ def test_new_weights_begin_before_the_request_does(server: Server, monkeypatch: 
 
 
 def test_what_was_loaded_of_a_session_comes_before_its_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the request indexes again what its session is about to hold."""
+    """Otherwise the request would index again what its session is about to hold."""
     persistence = server.engine._persistence
     order = noted(monkeypatch, (persistence, "apply_loaded"), (server.engine.cache, "start"))
     server.engine.begin([server.new("other", session="other")])
@@ -135,7 +135,7 @@ def test_what_was_loaded_of_a_session_comes_before_its_request(server: Server, m
     persistence.load_again(None, "s")
     wait_until(lambda: persistence.has_loaded_of(Identity(session="s")))
     server.engine.begin([server.new(session="t")])
-    assert order == ["start", "start"]  # nothing of this session is there, though others wait
+    assert order == ["start", "start"]  # nothing of this session was loaded, only of others
     server.engine.begin([server.new("again", session="s")])
     assert order == ["start", "start", "apply_loaded", "start"]
 
@@ -143,7 +143,7 @@ def test_what_was_loaded_of_a_session_comes_before_its_request(server: Server, m
 def test_an_import_is_told_once_the_next_request_drafts_from_it(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resumed session is primed just before its first request, which drafted from its own text alone."""
+    """A resumed session is primed just before its first request, which must draft from the import already."""
     persistence = server.engine._persistence
     monkeypatch.setattr(persistence._loader, "_before_read", lambda *_: time.sleep(0.1))
     server.engine.session("begin", "job", None, "write", "s", None, [encode(turn("s", 1))], False)

@@ -1,4 +1,4 @@
-"""What a draft model's tokens are worth, by situation, and the alternatives that are made of them."""
+"""Test the calibrated probabilities of a draft model's tokens, and the alternatives that are made of them."""
 
 from collections.abc import Sequence
 
@@ -50,7 +50,7 @@ class TestCalibrator:
         assert calibrator.own(5, 0, 0.5).probability < 0.15
 
     def test_both_opinions_are_weighed_by_what_they_were_worth(self) -> None:
-        """The model is right where they differ: the suffix indexes' tokens lose, the model's gain, agreement stays."""
+        """The model is right where both differ: its tokens gain, the suffix indexes' lose, agreed ones stay."""
         calibrator = AcceptanceCalibrator()
         before = calibrator.judged(SuffixToken(7, 0.8), 0, 0.1, 0.7), calibrator.rival(8, 0, 0.7, SuffixToken(1, 0.8))
         for _ in range(400):
@@ -69,7 +69,7 @@ class TestCalibrator:
         assert judged == sorted(judged)
 
     def test_a_token_is_worth_what_it_was_where_the_suffix_indexes_said_as_much(self) -> None:
-        """Tokens without probabilities: right where the indexes are silent, wrong behind one that left their draft."""
+        """Tokens without probabilities: right where the indexes draft nothing, wrong behind a token off their draft."""
         calibrator = AcceptanceCalibrator()
         for _ in range(200):
             calibrator.learn(calibrator.own(5, 1, UNKNOWN), accepted=True)
@@ -80,7 +80,7 @@ class TestCalibrator:
 
     @pytest.mark.parametrize(("one", "other"), [({"match": 1}, {"match": 40}), ({"source": 0}, {"source": 2})])
     def test_matches_and_sources_are_told_apart(self, one: dict[str, int], other: dict[str, int]) -> None:
-        """The index promises the same for both tokens; of those that the model contradicts, one kind is right."""
+        """The index gives both kinds the same probability. Of those that the model contradicts, one kind is right."""
         calibrator = AcceptanceCalibrator()
         wrong, right = SuffixToken(7, 0.6, **one), SuffixToken(7, 0.6, **other)
         for _ in range(400):
@@ -113,7 +113,7 @@ class TestCalibrator:
 
 
 def row(tokens: Sequence[int], top: Sequence[int], probability: float = 0.6, own: float = 0.1) -> ModelRow:
-    """A model's row that took ``tokens`` where it would have taken ``top``."""
+    """Return a model's row that was forced to ``tokens`` and would have drafted ``top``."""
     taken = [probability if token == best else own for token, best in zip(tokens, top, strict=True)]
     return ModelRow(list(tokens), taken, list(top), [probability] * len(top))
 
@@ -134,7 +134,7 @@ class TestAlternatives:
         assert tokens_of(weigh(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, None, 8).drafts()) == [[1, 2, 3]]
 
     def test_a_token_behind_what_both_drafted_is_worth_what_such_tokens_were(self) -> None:
-        """Where the model was not forced, it counted as one where the suffix indexes are silent."""
+        """An unforced token must not count as one where the suffix indexes draft nothing."""
         calibrator, same = AcceptanceCalibrator(), row([1, 2, 3], [1, 2, 3])
         for _ in range(200):
             calibrator.learn(calibrator.own(5, 2, 0.6), accepted=False)
@@ -170,7 +170,7 @@ class TestAlternatives:
         assert tokens_of(alternatives.drafts()) == [[1, 2]]
 
     def test_a_free_row_that_went_another_way_is_not_mixed_in(self) -> None:
-        """Two rows of one batch may differ in the last bit, and so in a token."""
+        """Two rows of one batch may differ by rounding, and so in a token."""
         alternatives = weigh(
             AcceptanceCalibrator(), 10, [1, 2], [0.9] * 2, row([1, 2, 3], [5, 2, 3]), row([6, 7, 8], [6, 7, 8]), 8
         )

@@ -1,4 +1,4 @@
-"""Who sent a request: API keys, a gateway's headers, a file of keys, and what stays a secret."""
+"""Test who sent a request: API keys, a gateway's headers, a file of keys, and which of them stay secret."""
 
 import errno
 import hashlib
@@ -17,7 +17,7 @@ SECRET = b"the secret of these tests"
 
 
 def sent(*headers: tuple[str, str], key: str | None = None, verified: bool | None = None) -> Presented:
-    """What a request with these headers shows."""
+    """Return what a request with these headers presents."""
     given = [*headers, *([] if key is None else [("Authorization", f"Bearer {key}")])]
     return Presented([(name.lower().encode(), value.encode("latin-1")) for name, value in given], verified)
 
@@ -93,7 +93,7 @@ class TestGateway:
         "other", ["alice\u00a0", "alice\u3000", "alice\u2003", "alice\x1f", "alice\x85", "\x1calice", "\ufeffalice"]
     )
     def test_no_two_names_are_one_principal(self, other: str) -> None:
-        """Only a space and a tab are no part of a header's value. Where a name cannot be used, it is nobody's."""
+        """Only spaces and tabs around a header's value are dropped. A name that cannot be used names no principal."""
         found = callers(principal_header="X-P")
         shown = [(b"x-p", name.encode()) for name in ("alice", f" {other}\t")]
         alice, another = (found.caller_of(Presented([each])) for each in shown)
@@ -200,7 +200,7 @@ class TestApiKeysFile:
         for tenant in ("moved", "again"):
             before = found.tenant_of("ada")
             path.write_text(f"{digest('ada')} {tenant}\n")
-            os.utime(path, ns=(0, int(now[0] * 1e9)))  # the second one has as many bytes, and the clock may be coarse
+            os.utime(path, ns=(0, int(now[0] * 1e9)))  # both versions have the same size, and the clock may be coarse
             now[0] += 0.9
             assert found.tenant_of("ada") == before
             now[0] += 0.2
@@ -218,7 +218,7 @@ class TestApiKeysFile:
     def test_a_file_that_is_being_written_takes_no_key_away(
         self, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Programs empty a file first. Callers of different tenants were one principal until it was written."""
+        """Programs empty a file before they write it. Meanwhile, callers must not become one principal."""
         now = [1000.0]
         monkeypatch.setattr("agentspec.server_ext.identity.callers.time.monotonic", lambda: now[0])
         found = callers(api_keys_file=str(path))
@@ -241,7 +241,7 @@ class TestApiKeysFile:
             ApiKeysFile("~no-such-user/keys")
 
     def test_a_file_that_may_be_read_at_last_is_read(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """New permissions leave its time and size as they are. Keys that it no longer named stayed in force."""
+        """New permissions change neither time nor size. Keys that the file no longer has must not stay valid."""
         now = [1000.0]
         monkeypatch.setattr("agentspec.server_ext.identity.callers.time.monotonic", lambda: now[0])
         found = ApiKeysFile(path)

@@ -1,4 +1,4 @@
-"""What the extension saves vLLM in steps without drafts, and at the ends of requests."""
+"""Test what the extension saves vLLM in steps without drafts, and at the ends of requests."""
 
 import pickle
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def test_metadata_of_a_step_without_drafts_is_what_vllm_computes(ends: list[int]
 
 
 class TestTakingDrafts:
-    """What the scheduler is told after a step: nothing, where no row has a draft."""
+    """Test what the scheduler is told after a step: nothing, if no row has a draft."""
 
     @staticmethod
     def take(*, nothing: bool, asynchronous: bool = False) -> Any:
@@ -55,7 +55,7 @@ class TestTakingDrafts:
 
 
 class TestFinishedRequests:
-    """The worker hears of them with the next step, which an engine in the caller's process must not wait for."""
+    """Test that an engine in the caller's process at once takes the step that tells the worker of ended requests."""
 
     @staticmethod
     def extra_steps(*, finished: bool = True, running: bool = False, method: str = "custom_class", **core: Any) -> int:
@@ -81,7 +81,7 @@ class TestFinishedRequests:
 
 
 class TestFiguresOfDrafts:
-    """vLLM sends a request's figures with an end that its engine core knows of."""
+    """Test the figures of requests. vLLM sends them with an end that its engine core knows of."""
 
     @staticmethod
     def sent(level: str, stop: list[str]) -> bool:
@@ -103,7 +103,7 @@ class TestFiguresOfDrafts:
 
 
 class TestAskingForDrafts:
-    """The engine core asks the worker for drafts after a step, unless the runner's output says that there are none."""
+    """Test that the engine core asks the worker for drafts, unless the runner's output says that there are none."""
 
     @staticmethod
     def asks(*, nothing: bool, rows: int = 2, asynchronous: bool = False, ours: bool = True) -> bool:
@@ -129,7 +129,7 @@ class TestAskingForDrafts:
         assert self.asks(nothing=True, asynchronous=True)
 
     def test_after_an_output_without_rows_as_vllm_does(self) -> None:
-        """That output can be a constant of vLLM's, shared by all engines of the process."""
+        """That output may be a constant of vLLM's, which all engines of the process share."""
         assert self.asks(nothing=True, rows=0)
 
     def test_a_runner_of_another_method_is_left_alone(self) -> None:
@@ -137,7 +137,7 @@ class TestAskingForDrafts:
 
 
 class TestRowsFilledUp:
-    """vLLM fills up a row that has one token left to compute, unless it has a table of draft tokens by batch size."""
+    """Test the table of draft tokens by batch size. Without one, vLLM fills up a row with one token left to compute."""
 
     @staticmethod
     def table(*, method: str = "custom_class", configured: list[int] | None = None) -> list[int] | None:

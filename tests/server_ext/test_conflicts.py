@@ -1,4 +1,4 @@
-"""Options of vLLM that exclude drafts: refused in one line before the model is loaded, or the engine stays plain."""
+"""Test vLLM options that exclude drafts: they are refused before the model is loaded, or the engine stays plain."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.server_ext.vllm_configs import DENSE, MAMBA, engine_args
 
 
 def attention_only() -> Any:
-    """Return what is read of vLLM's ModelConfig."""
+    """Return the fields of vLLM's ModelConfig that are read."""
     return SimpleNamespace(runner_type="generate", is_hybrid=False, is_attention_free=False)
 
 
@@ -60,7 +60,7 @@ def test_the_other_model_runner_is_a_conflict_and_other_values_are_none() -> Non
 
 
 def test_the_rust_frontend_is_a_conflict_because_it_writes_no_identities() -> None:
-    """What a caller says in ``vllm_xargs`` would reach the engine as it is, an identity too."""
+    """A caller's ``vllm_xargs`` would reach the engine unchanged, an identity included."""
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
     environ = {"VLLM_USE_RUST_FRONTEND": "1"}
@@ -73,7 +73,7 @@ def test_the_rust_frontend_is_a_conflict_because_it_writes_no_identities() -> No
 
 @pytest.mark.parametrize("method", [None, {"method": "ngram", "num_speculative_tokens": 4}])
 def test_recurrent_states_on_a_cpu_are_refused(method: dict[str, Any] | None, tmp_path: Path) -> None:
-    """vLLM's CPU build answers with other text beside any drafts, or ends."""
+    """With drafts, vLLM's CPU build answers with other text, or crashes."""
     options = engine_options(store="memory://", speculative_config=method)
     arguments = engine_args(tmp_path / "model", MAMBA, enforce_eager=True, **options)
     with pytest.raises(ConfigurationError, match=r"Mamba2ForCausalLM on a CPU: .* start plain 'vllm serve'"):
@@ -84,7 +84,7 @@ def test_recurrent_states_on_a_cpu_are_refused(method: dict[str, Any] | None, tm
 def test_a_model_that_generates_no_text_is_served_as_by_vllm(
     method: dict[str, Any] | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No proposer and no store, as with ``AGENTSPEC=1``."""
+    """It gets no proposer and no store, as with ``AGENTSPEC=1``."""
     options = engine_options(store="memory://", speculative_config=method)
     arguments = engine_args(tmp_path / "model", DENSE, enforce_eager=True, runner="pooling", **options)
     with caplog.at_level("INFO"):

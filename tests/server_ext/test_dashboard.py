@@ -1,4 +1,4 @@
-"""The Grafana dashboard: what the script builds, as Grafana's own types read it, with queries of metrics that exist."""
+"""Test the Grafana dashboard: it is what the script builds, Grafana's types read it, and its metrics exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 
 
 def selectors() -> list[Any]:
-    """Parse all queries of the dashboard. Return what each selects: metric and labels."""
+    """Parse all queries of the dashboard. Return the metric and labels that each selects."""
     parser = pytest.importorskip("promql_parser", reason="promql-parser is not installed")
     found: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""How many draft tokens a step may hold, and which of them stay."""
+"""Test how many draft tokens a step may hold, and which are kept."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -29,7 +29,7 @@ def lengths_of(chances: list[list[float]], budget: int) -> list[int]:
 
 
 def by_hand(chances: list[list[float]], budget: int) -> list[int]:
-    """Take the likeliest next token again and again, at first from rows that have less than their even share."""
+    """Take the likeliest next token again and again, at first from rows below their even share. Return the lengths."""
     lengths, worth = [0] * len(chances), [1.0] * len(chances)
     even = budget // 2 // max(sum(map(bool, chances)), 1)
     for _ in range(budget):
@@ -92,7 +92,7 @@ class TestHowMany:
         ("limits", "rows", "cost", "tokens", "limited_by"),
         [
             (EngineLimits(), 1, 0.02, 1024, "setting"),
-            (EngineLimits(), 1, 1.0, 1024, "setting"),  # nobody beside it to wait
+            (EngineLimits(), 1, 1.0, 1024, "setting"),  # no other row would wait
             (EngineLimits(), 8, 0.02, 400, "latency"),
             (EngineLimits(), 8, 1.0, 8, "latency"),
             (EngineLimits(), 64, 0.02, 1024, "setting"),
@@ -145,7 +145,7 @@ def test_the_cache_takes_a_cut_draft_as_it_was_verified(kept: int) -> None:
 
 
 class SureModel:
-    """A draft model that is sure of token 7 everywhere."""
+    """Draft token 7 everywhere, with certainty."""
 
     positions = 4
     overlaps = False
@@ -161,7 +161,7 @@ class SureModel:
 
 
 class TestProposer:
-    """Four rows that copy from themselves for ever."""
+    """Test four rows that copy from themselves for ever."""
 
     ROWS = 4
 

@@ -1,4 +1,4 @@
-"""How long drafts may be where the user gives no number, on vLLM's own model configurations."""
+"""Test how long drafts may be if the user gives no number, on vLLM's own model configurations."""
 
 import json
 from pathlib import Path
@@ -18,14 +18,14 @@ from tests.speculator.files import H, V, lstm, mlp
 
 @pytest.fixture(autouse=True)
 def _no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models with recurrent states are refused on a CPU."""
+    """Pretend that this is no CPU, where models with recurrent states are refused."""
     monkeypatch.setattr(speculative_config, "on_cpu", lambda: False)
 
 
 def draft_limit(
     folder: Path, model: dict[str, Any], options: dict[str, Any] | None = None, **more: Any
 ) -> tuple[int, tuple[Any, Any, Any]]:
-    """Return the number that vLLM's speculative configuration gets, and what it was made of."""
+    """Return the draft limit in vLLM's speculative configuration, and the arguments that it was computed from."""
     from vllm.config import ParallelConfig
 
     arguments = engine_args(folder, model, **(options or engine_options(store="memory://")), **more)
@@ -50,7 +50,7 @@ def test_attention_alone_drafts_what_the_sampler_verifies(tmp_path: Path) -> Non
 def test_a_file_that_cannot_be_written_is_named_before_the_engine_starts(
     tmp_path: Path, setting: dict[str, str], message: str
 ) -> None:
-    """A worker's error comes a minute later, and a trainer hears that the engine did not start."""
+    """A worker's error would come a minute later, and tell a trainer only that the engine did not start."""
     (tmp_path / "file").write_text("")
     options: dict[str, Any] = {name: value.format(file=tmp_path / "file") for name, value in setting.items()}
     with pytest.raises(AgentSpecError, match=message):
@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_written_is_named_before_the_engine_starts(
 def test_an_engine_whose_default_store_cannot_be_opened_keeps_turns_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a full disk, for a server of ``vllm serve`` and for a trainer's engine. Nobody named that store."""
+    """This is so for ``vllm serve`` and a trainer's engine, say on a full disk: the user did not choose that store."""
 
     def full(path: Path) -> None:
         raise StoreUnavailableError(f"{path}: database or disk is full")
@@ -87,7 +87,7 @@ def test_an_engine_whose_default_store_cannot_be_opened_keeps_turns_in_memory(
 def test_a_speculator_that_does_not_fit_is_refused_before_the_engine_starts(
     tmp_path: Path, change: str, message: str
 ) -> None:
-    """A worker's error comes a minute later, in the middle of two tracebacks."""
+    """A worker's error would come a minute later, amid two tracebacks."""
     folder = (mlp() if change == "other weights" else lstm()).write(tmp_path / "speculator")
     (folder / "config.json").write_text(json.dumps(lstm().config))
     if change == "cut":
@@ -124,7 +124,7 @@ def test_a_model_without_attention_gets_the_least(tmp_path: Path) -> None:
     [({"max_num_batched_tokens": 2048, "max_num_seqs": 64}, 31), ({"max_num_seqs": 4096}, 1), ({}, 15)],
 )
 def test_adapters_leave_what_a_step_can_hold(tmp_path: Path, given: dict[str, Any], limit: int) -> None:
-    """A draft for each request must fit, or vLLM does not start; 15 is what its defaults for a CPU leave."""
+    """Drafts of all requests must fit, or vLLM does not start. Its defaults for a CPU leave 15 tokens."""
     found, (arguments, _, _) = draft_limit(tmp_path, DENSE, enable_lora=True, **given)
     assert found == limit
     for tokens, requests in zip(*(defaults.values() for defaults in arguments.get_batch_defaults(1)), strict=True):

@@ -1,4 +1,4 @@
-"""The HTTP routes behind vLLM's own key check, with engines that are stand-ins: who is told what, and who sent what."""
+"""Test the HTTP routes behind vLLM's own key check, with stand-in engines: who is told what, and who sent what."""
 
 import asyncio
 import gc
@@ -25,11 +25,11 @@ ADMIN = "the key of the administrator"
 
 
 VOCABULARY = 0x2000
-"""Tokens of the served model, which are characters in these tests."""
+"""Size of the served model's vocabulary. In these tests a token is a character."""
 
 
 class EngineClient:
-    """Stands in for vLLM's client of two data-parallel engines, each with metrics of its own."""
+    """Stand in for vLLM's client of two data-parallel engines, each with metrics of its own."""
 
     def __init__(self, settings: Settings) -> None:
         model = SimpleNamespace(method="custom_class", model=PROPOSER_PATH)
@@ -65,7 +65,7 @@ Start = Callable[..., tuple[TestClient, EngineClient]]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts a server with these API keys and settings."""
+    """Return a function that starts a server with API keys and settings."""
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
     vllm_adapter.register()
@@ -134,7 +134,7 @@ def test_a_server_without_a_tokenizer_tells_figures_without_texts(start: Start) 
 
 
 def without_tokenizer() -> Any:
-    """What vLLM does under --skip-tokenizer-init."""
+    """Raise the error that vLLM raises under --skip-tokenizer-init."""
     raise ValueError("Tokenizer not available when `skip_tokenizer_init=True`")
 
 
@@ -206,7 +206,7 @@ def test_a_path_that_vllm_leaves_unguarded_makes_nobody(start: Start) -> None:
 @pytest.mark.parametrize("root", ["", "/", "/x", "/x/", "x", "/v"])
 @pytest.mark.parametrize("before", ["", "/x"])
 def test_a_path_is_the_one_that_is_routed_whatever_the_root_path(root: str, before: str) -> None:
-    """With ``--root-path /`` responses had no figures, and /metrics had none of agentspec."""
+    """Otherwise responses and /metrics would lack agentspec's figures with ``--root-path /``."""
     found = []
 
     class Middleware:
@@ -246,7 +246,7 @@ async def test_a_request_is_not_taken_for_the_one_before_it_on_its_connection() 
 
 
 class ToldEngines(EngineClient):
-    """Two engines that note what they are told."""
+    """Stand in for two engines that note what they are told."""
 
     def __init__(self) -> None:
         super().__init__(Settings(store="memory://"))
@@ -278,9 +278,9 @@ async def test_engines_hear_of_a_response_whose_caller_has_left(monkeypatch: pyt
 async def test_engines_are_woken_after_the_last_response_whose_caller_left_before_its_first_token(
     dropped: int, wakes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM has dropped them when their tokens arrive, so nobody knows whether a stop text was to end them.
+    """vLLM drops such requests before their tokens arrive, so it cannot tell whether a stop text would have ended them.
 
-    When the first call is due, engines may still wait for the length of a later one. A second call serves all of those.
+    When the first wake-up is due, engines may still wait for a later response. A second wake-up serves all of those.
     """
     monkeypatch.setattr(frontend, "_WAKE_SECONDS", 0.05)
     client: Any = ToldEngines()
@@ -298,7 +298,7 @@ async def test_engines_are_woken_after_the_last_response_whose_caller_left_befor
 
 
 def test_nothing_is_logged_of_a_question_that_is_given_up() -> None:
-    """A request that ends while the server stops waits for nobody's answer any more."""
+    """A request that ends while the server stops no longer waits for an answer."""
     logged: list[Any] = []
 
     async def give_up() -> None:
@@ -319,13 +319,13 @@ def test_nothing_is_logged_of_a_question_that_is_given_up() -> None:
 
 class TestFigures:
     def test_a_caller_never_reads_of_more_accepted_tokens_than_it_got(self) -> None:
-        """vLLM finds a stop text when a whole draft is accepted. Its beginning is in the response, the rest is not."""
+        """vLLM finds a stop text after a whole draft was accepted, of which only the beginning is in the response."""
         figures = Metrics().begin("one", None)
         figures.tokens, figures.accepted[1], figures.accepted[3] = 12, 8, 2
         figures.take_back(0)
         assert sum(figures.accepted) == 10
         figures.take_back(8)
-        assert (figures.tokens, sum(figures.accepted)) == (4, 3)  # the first token is of no draft
+        assert (figures.tokens, sum(figures.accepted)) == (4, 3)  # the first token was not drafted
         figures.take_back(4)
         assert figures.tokens == sum(figures.accepted) == 0
 

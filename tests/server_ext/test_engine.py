@@ -1,4 +1,4 @@
-"""The engine-side logic without vLLM: what is drafted for whom, and what a failure costs."""
+"""Test the engine-side logic without vLLM: what is drafted for which request, and what a failure costs."""
 
 import time
 from dataclasses import replace
@@ -56,13 +56,13 @@ def test_a_child_drafts_from_its_family(scope: Scope) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, len(TEXT)])
 def test_a_session_that_its_client_ends_is_freed(length: int) -> None:
-    """Whether its last request is kept or not; the next one begins it again."""
+    """This holds whether or not its last request is kept. The next request begins the session again."""
     engine = Engine(scope="session")
     engine.run("a", [1, 2, 3, 100], TEXT[1:], session="s")
     engine.run("b", [1, 2, 3, *TEXT, 4], TEXT[:length], session="s", final=True)
     stats = engine.proposer.cache.stats()
     assert (stats.sessions, stats.tokens, stats.requests) == (0, 0, 0)
-    assert len(engine.turns()) == 1 + (length > 1)  # the store has them
+    assert len(engine.turns()) == 1 + (length > 1)  # the store keeps the turns
     assert engine.proposer.stats()["counters"]["sessions_ended"] == 1
     engine.run("c", [1, 2, 3, 100], TEXT[1:], session="s")
     assert engine.proposer.cache.stats().sessions == 1
@@ -258,7 +258,7 @@ def test_figures_go_on_where_drafting_has_failed() -> None:
 
 
 def test_a_batch_whose_request_has_ended_drafts_for_the_others_alone() -> None:
-    """A reader that hands out a stale batch cannot make one request's tokens another's."""
+    """A stale batch from the reader must not give one request's tokens to another."""
     rows = Rows()
     both = ("0", "1")
     rows.step(both)

@@ -1,4 +1,4 @@
-"""What the engine counts and measures of its steps: the record, acceptance, the price of a token."""
+"""Test what the engine counts and measures of its steps: the record, acceptance, the price of a token."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_the_record_has_a_line_a_step_and_adds_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("told_first", [True, False])
 def test_what_is_accepted_behind_the_end_of_a_response_is_nobodys(told_first: bool, tmp_path: Path) -> None:
-    """The API server has found a stop text, and the engine takes steps until it hears of that."""
+    """The API server has found a stop text, but the engine goes on until it is told."""
     path = tmp_path / "steps.jsonl"
     rows = Rows(verify_cost=0.01, record=str(path))
     rows.step(("0",))
@@ -70,7 +70,7 @@ def test_of_what_was_accepted_the_figures_have_what_the_caller_got(
 ) -> None:
     engine = Engine()
     engine.run("a", [1, 2, 3], TEXT)
-    monkeypatch.setattr(engine.proposer, "finish", lambda *_: None)  # it goes on until it hears of the stop text
+    monkeypatch.setattr(engine.proposer, "finish", lambda *_: None)  # it goes on until it is told of the stop text
     engine.run("b", [1, 2, 3], [*TEXT[:30], 7, 8, 9, *TEXT[40:50]], detailed=True)
     before = engine.proposer.request("b")
     assert before is not None and before["accepted"] > 30
@@ -95,14 +95,14 @@ def test_what_is_accepted_behind_a_repetition_that_ends_the_response_is_not_coun
 
 
 def test_patterns_of_thousands_of_tokens_take_no_longer_than_their_number_explains() -> None:
-    """A caller may ask vLLM for such ones, and they are looked for within a step."""
+    """A caller may ask vLLM for such patterns, and each step looks for them."""
     response = np.random.default_rng(0).integers(0, 1000, 16_000, np.int32)
     assert cpu(lambda: Repetition(1, 8_000, 2).end_of(response, 15_990)) < 200
     assert Repetition(1, 8_000, 2).end_of(np.concatenate([response[:5_000]] * 2), 9_990) == 10_000
 
 
 def test_the_end_of_a_response_is_never_drafted() -> None:
-    """The step that accepts what stands before it samples it. vLLM takes it back then where streamed input follows."""
+    """The step that accepts the token before it samples it anyway. vLLM drops it then if streamed input follows."""
     rows = Rows(verify_cost=0.01)
     rows.step(("0", "1"))
     rows.proposer._requests.by_id["0"].end_tokens = frozenset({8, 5})
@@ -155,7 +155,7 @@ def test_the_given_price_goes_with_every_step() -> None:
 
 
 def test_the_time_of_the_draft_model_is_no_part_of_a_steps_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether its draft is worth that time is decided apart from this."""
+    """Fusion decides separately whether the model's draft is worth that time."""
     batch = Rows()
     batch.step(("0",))
     engine, observed = batch.proposer, list[tuple[int, int, float]]()
@@ -188,7 +188,7 @@ def test_the_price_is_measured_where_none_is_given() -> None:
 
 @pytest.mark.parametrize(("slowest", "budget"), [(1, 20), (2, 40), (5, 160)])
 def test_a_batch_whose_rows_all_accept_much_may_draft_more(slowest: int, budget: int) -> None:
-    """The budget of two rows at a price of .1: one gets 5 tokens a step, the other ``slowest``."""
+    """Two rows draft at a price of .1: one gets 5 tokens a step, the other ``slowest``."""
     batch = Rows(verify_cost=0.1)
     budgets = []
     for _ in range(80):

@@ -1,4 +1,4 @@
-"""What the engine keeps of finished turns, over restarts and in its store, and for how long."""
+"""Test what the engine keeps of finished turns, over restarts and in its store, and for how long."""
 
 import threading
 from dataclasses import replace
@@ -56,7 +56,7 @@ def test_a_restart_restores_the_session_from_the_store(tmp_path: Path) -> None:
 
 
 def test_a_restart_goes_on_with_the_saved_indexes_and_prices(tmp_path: Path) -> None:
-    """The second store is empty, so all that is known comes from the snapshot."""
+    """The second store is empty, so all text and prices come from the snapshot."""
     engine = Engine(snapshot=tmp_path / "saved")
     engine.run("a", [1, 2, 3], TEXT, session="s")
     for step in range(200):
@@ -164,7 +164,7 @@ def test_sessions_persist_while_the_store_is_slow(tmp_path: Path) -> None:
 
 
 def test_a_store_in_memory_stays_within_the_budget() -> None:
-    """Ten times its share is said. It took up to 256 MB beside the budget once."""
+    """Ten times the store's share is written. Without a limit, the store took up to 256 MB beside the budget."""
     settings = Settings(store="memory://", max_bytes=4_000_000)
     shares = MemoryShares.of(settings.max_bytes, settings.store)
     assert shares.store == 1_000_000
@@ -185,7 +185,7 @@ def test_a_store_in_memory_stays_within_the_budget() -> None:
 def test_what_a_request_holds_counts_for_its_caller_and_its_tenants_text_for_the_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where memory is scarce, the owner with the most gives way: salts make no caller ten others."""
+    """Memory is taken from the owner who holds most, so a caller gains nothing from many cache salts."""
     proposer, started = Engine().proposer, list[dict[str, Any]]()
     start = proposer.cache.start
 

@@ -1,4 +1,4 @@
-"""What vLLM leaves for drafts, and what it allocates for them."""
+"""Test what vLLM leaves for drafts, and what it allocates for them."""
 
 import os
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_on_cuda_what_vllm_leaves_counts_as_free(config: Any, monkeypatch: pytes
 
 
 class Grammar:
-    """Allows every token and takes every one."""
+    """Allow and accept every token."""
 
     def __init__(self) -> None:
         self.filled: list[int] = []

@@ -1,4 +1,4 @@
-"""Several engines on one store: what one erases none drafts from."""
+"""Test several engines on one store: none drafts from what another has erased."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ __all__ = ["patience", "start"]
 def test_what_was_read_of_a_session_that_is_erased_here_is_dropped(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The follower has a turn of another engine in hand, and learns from it, while the session is erased."""
+    """The follower is learning from a turn of another engine while the session is erased."""
     a, b = start(), start()
     meet(a, b)
     read, goes_on = threading.Event(), threading.Event()
@@ -47,13 +47,13 @@ def test_what_was_read_of_a_session_that_is_erased_here_is_dropped(
     b.say([1, 2, 3], text(200), "stays")
     a.wait(lambda: a.drafts(text(200, 5)))
     assert a.drafts(text(100, 5)) == []
-    b.wait(lambda: not b.drafts(text(100, 5)))  # a turn from before it knows of the erasure would be erased, too
+    b.wait(lambda: not b.drafts(text(100, 5)))  # turns that b says before it knows of the erasure are erased, too
     b.say([1, 2, 3], text(300), "gone")  # used again
     a.wait(lambda: a.drafts(text(300, 5)))
 
 
 def test_a_turn_that_cannot_be_learned_from_hides_no_erasure(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns and erasures are read in their order, so none behind such a turn would be seen."""
+    """Turns and erasures are read in order, so such a turn must not stop the reading."""
     a, b = start(), start()
     meet(a, b)
 
@@ -126,7 +126,7 @@ def test_a_turn_that_was_on_its_way_is_erased_again(start: Start, monkeypatch: p
 def test_an_erasure_is_known_as_this_processs_own_also_where_it_is_read_at_once(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was taken for another's, and what was said in the session just then was erased again."""
+    """If it counted as another's, what the session said just then would be erased again."""
     a = start()
     a.say([1, 2, 3], text(100))
     assert a.persistence._writer.flush(60)
@@ -227,7 +227,7 @@ def test_running_requests_make_way_where_their_tenant_has_to_be_forgotten(
     caplog: pytest.LogCaptureFixture,
     history: str | ValueError,
 ) -> None:
-    """The start waits for the store for so long only; nothing is drafted until the snapshot's text is gone."""
+    """The start waits for the store only so long. Nothing is drafted until the snapshot's text is gone."""
     from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper
 
     first = start(snapshot=tmp_path / "snapshot")

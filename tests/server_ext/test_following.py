@@ -1,4 +1,4 @@
-"""Several engines on one store: what one says the others draft from."""
+"""Test several engines on one store: the others draft from what one says."""
 
 import threading
 import time
@@ -42,7 +42,7 @@ def test_what_others_wrote_and_cannot_be_used_is_counted(start: Start) -> None:
 
 
 def test_a_turn_that_comes_while_its_session_waits_to_be_applied_is_in_it(start: Start) -> None:
-    """Once applied, the session counts as loaded, so nobody would read the turn again."""
+    """An applied session counts as loaded, so no engine would read the turn again."""
     a, b = start(), start()
     meet(a, b, session="other")
 
@@ -127,7 +127,7 @@ def test_a_tenants_corpus_is_loaded_at_its_first_request(start: Start) -> None:
     assert a.persistence._writer.flush(60)
     b = start()
     time.sleep(0.1)
-    assert b.cache.needs_load(TENANT)  # nobody has asked
+    assert b.cache.needs_load(TENANT)  # no request has asked for it
     b.begin([4, 5, 6])
     b.wait(lambda: not b.cache.needs_load(TENANT))
     assert b.drafts(text(100, 5)) == text(105, 4)

@@ -1,4 +1,4 @@
-"""A draft model beside the suffix index: the merged draft, and what is learned of both."""
+"""Test a draft model beside the suffix index: the merged draft, and what is learned about both."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ TEXT = np.random.default_rng(5).integers(10, VOCABULARY, 3000).tolist()
 
 
 class Oracle:
-    """A draft model that knows the text, and errs now and then. ``sure``: the probability that it gives its token."""
+    """Draft the text, with errors now and then. sure: the probability given to each token."""
 
     def __init__(self, text: Sequence[int], right: float, sure: float = 0.8, overlaps: bool = False) -> None:
         self.positions = 3
@@ -45,7 +45,7 @@ class Oracle:
 
 
 class Clock:
-    """Stands for the module ``time`` in fusion."""
+    """Stand in for the module ``time`` in fusion."""
 
     now = 0.0
 
@@ -61,7 +61,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Whole(Oracle):
-    """A drafter of whole batches that knows the text: tokens without probabilities, each in 2 ms."""
+    """Draft the text for whole batches: tokens without probabilities, each in 2 ms."""
 
     def __init__(self, text: Sequence[int], clock: Clock, choices: Sequence[int] = range(4)) -> None:
         super().__init__(text, 1.0)
@@ -96,7 +96,7 @@ def decode(
     cost: float = 0.02,
     unit: float = 1.0,
 ) -> Decoded:
-    """Greedy decoding of ``text`` in one row. unit: seconds of a step; a second makes the oracle's time nothing."""
+    """Decode ``text`` greedily in one row. unit: seconds of a step; in 1 s, the oracle's time is negligible."""
     full = [*prompt, *text]
     tokens = np.zeros((1, len(full) + 40), dtype=np.int32)
     cache.start("r", prompt, tenant="t")
@@ -145,7 +145,7 @@ class TestFusion:
         assert decode(fusion, cache, [1, 2, 3], text, oracle).steps < len(text) / 4
 
     def test_a_model_that_only_knows_when_the_suffix_indexes_are_wrong_saves_their_drafts(self) -> None:
-        """A third of the recorded text is followed by something new: the suffix indexes cannot tell where."""
+        """A third of the recorded text is followed by something new, and the suffix indexes cannot tell where."""
 
         def throughput(scores: bool) -> float:
             cache = SuffixCache(policy=DraftPolicy(max_draft=16), vocab_size=VOCABULARY)
@@ -211,7 +211,7 @@ class TestFusion:
         assert fusion.scheduler.passes.saved(1, 3, 0) == saved
 
     def test_the_suffix_indexes_continue_a_drafters_tokens(self, cache: SuffixCache, clock: Clock) -> None:
-        """Its first token tells which of two texts goes on; the suffix indexes, which cannot tell, know the rest."""
+        """The drafter's first token tells which of two texts goes on. The suffix indexes know only the rest of both."""
         stem, one, other = TEXT[:20], TEXT[100:140], TEXT[200:240]
         fusion = DraftFusion(cache)
         for text in (one, other, one, other):
@@ -223,7 +223,7 @@ class TestFusion:
     def test_an_answer_without_probabilities_is_no_error(
         self, cache: SuffixCache, overlaps: bool, number: float
     ) -> None:
-        """As where its hidden states overflowed: the model goes on with the next answers."""
+        """Its hidden states may have overflowed. Its next answers are used again."""
         errors: list[Exception] = []
         fusion, text = DraftFusion(cache, errors.append), TEXT[:400]
         sick = Oracle(text, 1.0, number, overlaps=overlaps)

@@ -1,4 +1,4 @@
-"""Which CUDA graph a step gets: vLLM's own configuration, model runner and dispatcher, without a GPU."""
+"""Test which CUDA graph a step gets, on vLLM's own configuration, model runner and dispatcher, without a GPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ ROWS = range(1, 257)
 
 @dataclass(frozen=True)
 class Graph:
-    """What a step runs as: name of the mode, padded tokens, whether all rows must have the same length."""
+    """Hold what a step runs as: name of the mode, padded tokens, whether all rows must have the same length."""
 
     mode: str
     tokens: int
@@ -29,7 +29,7 @@ class Graph:
 
 
 class Engine:
-    """vLLM's objects as its workers set them up on a GPU. draft: longest draft, None: no speculation.
+    """Hold vLLM's objects as its workers set them up on a GPU. draft: longest draft, None: no speculation.
 
     replays: what attention can replay, as the name of vLLM's AttentionCGSupport.
     """
@@ -54,7 +54,7 @@ class Engine:
         for name, value in (parallel or {}).items():
             setattr(self.config.parallel_config, name, value)
         made = self.config.compilation_config
-        # What the CPU platform has switched off, as the CUDA platform leaves it:
+        # Undo what the CPU platform switches off:
         made.mode, made.cudagraph_mode = CompilationMode.VLLM_COMPILE, CUDAGraphMode.FULL_AND_PIECEWISE
         made.cudagraph_capture_sizes = made.max_cudagraph_capture_size = made.splitting_ops = None
         for name, value in compilation.items():
@@ -75,7 +75,7 @@ class Engine:
         self.sizes: list[int] = made.cudagraph_capture_sizes
 
     def graph(self, tokens_of_rows: list[int]) -> Graph:
-        """Return the graph of a step in which each row has so many tokens."""
+        """Return the graph of a step whose rows have these numbers of tokens."""
         counts = np.array(tokens_of_rows, np.int32)
         mode, found, *_ = self.runner._determine_batch_execution_and_padding(
             num_tokens=int(counts.sum()),
@@ -87,7 +87,7 @@ class Engine:
 
 
 def backend(replays: str) -> Any:
-    """Return an attention backend whose metadata builder supports that much."""
+    """Return an attention backend whose metadata builder supports `replays`."""
     from vllm.v1.attention.backend import AttentionCGSupport
 
     class Builder:
@@ -110,7 +110,7 @@ def patched() -> None:
 
 @pytest.fixture
 def unpatched(patched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM as it comes."""
+    """Take the patches off vLLM."""
     from vllm.config import VllmConfig
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -170,7 +170,7 @@ def test_a_step_with_drafts_runs_as_a_full_graph_where_attention_replays_any_bat
     assert sorted((size.num_tokens, size.num_reqs) for size in captured["FULL"] if not size.uniform) == [
         (tokens, min(tokens, 256)) for tokens in DEFAULT_SIZES
     ]
-    assert "PIECEWISE" not in captured  # a graph that no step runs as
+    assert "PIECEWISE" not in captured  # no step runs as such a graph
 
 
 @pytest.mark.usefixtures("patched")
@@ -220,7 +220,7 @@ def test_a_replay_is_prepared_for_the_longest_row_that_was_captured(tmp_path: Pa
 
 @pytest.mark.usefixtures("unpatched")
 def test_vllm_as_it_comes_pads_every_step(tmp_path: Path) -> None:
-    """The reason for the patch, and that the tests above can fail."""
+    """This is the reason for the patch, and shows that the tests above can fail."""
     engine = Engine(tmp_path, 128)
     assert all(size % 129 == 0 for size in engine.sizes)
     for rows, graph in plain_steps(engine).items():

@@ -1,4 +1,4 @@
-"""Whose a request is: each denial stands beside the hit that shows the test could have found it."""
+"""Test whose a request is. Beside each denial stands a hit, which shows that the test can find one."""
 
 from itertools import product
 from typing import Any
@@ -28,7 +28,7 @@ KEYS_AND_SALTS = (("ada", None), ("bob", None), ("ada", "salt"))
 
 
 def sender(key: str | None) -> Presented:
-    """What a request with this checked API key shows; "" stands for none on a server that checks keys."""
+    """Return what a request with this checked API key presents; "": no key, on a server that checks keys."""
     return Presented(
         [] if not key else [(b"authorization", f"Bearer {key}".encode())], None if key is None else bool(key)
     )
@@ -47,7 +47,7 @@ def request(
     scope: Scope = "tenant",
     adapter: str | None = None,
 ) -> Identity:
-    """The identity that a request with session "s" and group "g" ends up with, by way of the API server."""
+    """Return the identity that the API server gives a request with session "s" and group "g"."""
     given = {"session_id": "s", "group_id": "g", **(extra or {})}
     return identify(tagger(tenant, scope).tag(given, sender(key), cache_salt=salt, adapter=adapter))
 
@@ -95,7 +95,7 @@ class TestTagging:
         "key", ["session_id", "group_id", "parent_session_id", "weight_version", "agentspec_scope"]
     )
     def test_what_is_ignored_does_not_reach_the_engine(self, key: str, bad: object) -> None:
-        """vLLM cannot send a lone surrogate to its engine: it answered HTTP 500."""
+        """vLLM cannot send a lone surrogate to its engine, and would answer HTTP 500."""
         tagged = tagger().tag({"session_id": "s", "agentspec_scope": "session", key: bad, "kept": "k"})
         assert key not in tagged and tagged["kept"] == "k"
         assert identify(tagged).ignored_ids == 1
@@ -203,11 +203,11 @@ class TestWithoutATenant:
         assert len({one.tenant, two.tenant, plain.tenant}) == 3
 
     def test_callers_of_one_adapter_are_still_tenants_of_their_own(self) -> None:
-        """Or else they would draft from each other's text."""
+        """Otherwise they would draft from each other's text."""
         callers = (*KEYS_AND_SALTS, (None, None), (None, "salt"))
         found = [request(key=key, salt=salt, adapter="one") for key, salt in callers]
         assert len({identity.tenant for identity in found}) == len(callers)
-        assert found[3].tenant is not None and found[3].tenant.endswith("/")  # as the tenants that stores have
+        assert found[3].tenant is not None and found[3].tenant.endswith("/")  # as stores have such tenants
 
     @pytest.mark.parametrize("key", ["ada", None])
     def test_salts_and_adapters_count_for_their_caller_when_memory_is_scarce(self, key: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Modules of the server extension import each other in one direction only."""
+"""Test that modules of the server extension import each other in one direction only."""
 
 import ast
 from pathlib import Path
@@ -31,7 +31,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def parts() -> dict[str, set[str]]:
-    """Return the same with the adapter as one part."""
+    """Return the imports with the adapter as one module."""
     adapter = f"{PACKAGE}.vllm_adapter"
     graph: dict[str, set[str]] = {}
     for name, wanted in imports().items():

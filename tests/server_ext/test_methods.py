@@ -1,4 +1,4 @@
-"""Speculative methods as their users write them: what they become, and that a wrong key is named."""
+"""Test speculative methods as users write them: what they become, and that errors name a wrong key."""
 
 import json
 from pathlib import Path
@@ -207,7 +207,7 @@ class TestServe:
 
 
 class TestOffline:
-    """Where vLLM makes its speculative config, offline or without ``agentspec serve``."""
+    """Test the place where vLLM makes its speculative config, offline or without ``agentspec serve``."""
 
     @staticmethod
     def arguments(config: dict[str, Any] | None, additional: Any = None, **more: Any) -> Any:
@@ -248,7 +248,7 @@ class TestOffline:
         assert (arguments.speculative_config["method"] == "custom_class") == ours
 
     def test_vllm_itself_makes_such_a_config(self) -> None:
-        """The wrap is where vLLM makes its SpeculativeConfig of what the user wrote."""
+        """agentspec wraps the method in which vLLM makes its SpeculativeConfig from the user's."""
         from vllm.engine.arg_utils import EngineArgs
 
         vllm_adapter.register()
@@ -260,13 +260,13 @@ class TestOffline:
 
 
 class TestSwitch:
-    """``AGENTSPEC=1``: engines draft that a trainer made, without a word about speculation."""
+    """Test ``AGENTSPEC=1``: engines that a trainer makes draft, although it configures no speculation."""
 
     @staticmethod
     def switched(
         config: dict[str, Any] | None = None, *, stages: int = 1, runner: str = "generate", **more: Any
     ) -> Any:
-        """The engine's arguments afterwards."""
+        """Return the engine's arguments after the switch."""
         arguments = TestOffline.arguments(config, **more)
         model = SimpleNamespace(runner_type=runner, is_hybrid=False, is_attention_free=False)
         parallel = SimpleNamespace(pipeline_parallel_size=stages)

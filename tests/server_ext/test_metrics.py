@@ -1,4 +1,4 @@
-"""What Prometheus reads: names, units, sums over engines, and scrapes while an engine is away."""
+"""Test what Prometheus reads: names, units, sums over engines, and scrapes while an engine is away."""
 
 import asyncio
 import math
@@ -29,7 +29,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def read(text: bytes) -> Samples:
-    """The samples of an exposition by name and labels; every family is well-formed and described."""
+    """Return an exposition's samples by name and labels. Check that every family is well-formed and described."""
     samples: Samples = {}
     for family in text_string_to_metric_families(text.decode()):
         assert family.documentation and family.type != "unknown", family.name
@@ -39,7 +39,7 @@ def read(text: bytes) -> Samples:
 
 
 def of(samples: Samples, name: str, **labels: str) -> float:
-    """The sum of a metric over all labels but the given ones."""
+    """Return the sum of a metric over all labels but the given ones."""
     found = [value for (key, has), value in samples.items() if key == name and labels.items() <= dict(has).items()]
     assert found, name
     return sum(found)
@@ -47,7 +47,7 @@ def of(samples: Samples, name: str, **labels: str) -> float:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    """An engine that has drafted in two requests, on a store that others may share."""
+    """Return an engine that has drafted in two requests, on a store that others may share."""
     running = Engine(f"sqlite:///{tmp_path}/log.db")
     for request in "ab":
         running.run(request, [1, 2, 3], OUTPUT, session="fix-42")
@@ -77,7 +77,7 @@ def test_counters_equal_the_engines_figures(engine: Engine) -> None:
 
 
 def test_every_figure_that_is_named_exists(engine: Engine) -> None:
-    """A path that `stats` does not have would silently be left out."""
+    """The exposition would silently leave out a figure whose path `stats` lacks."""
     samples = read(exposition([engine.proposer.stats()]))
     named = {f"agentspec_{figure.name}_total" for figure in prometheus._COUNTERS}
     named |= {f"agentspec_{figure.name}" for figure in prometheus._GAUGES}
@@ -134,7 +134,7 @@ def test_histograms_are_cumulative() -> None:
 
 
 class Scraped:
-    """An app with a /metrics like vLLM's, and an engine that answers with what a test gives it."""
+    """Run an app with a /metrics like vLLM's, and an engine that gives a test's answers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: Any) -> None:
         self.asked = 0
@@ -163,7 +163,7 @@ class Scraped:
 
 
 def test_a_scrape_of_the_other_path_has_them_too(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
-    """vLLM mounts an app of prometheus_client there, which gives Prometheus compressed OpenMetrics."""
+    """At /metrics/, vLLM mounts an app of prometheus_client, which gives Prometheus compressed OpenMetrics."""
     scraped = Scraped(monkeypatch, lambda: [engine.proposer.stats()])
     mounted = Mount("/metrics", make_asgi_app(registry=CollectorRegistry()))
     mounted.path_regex = re.compile("^/metrics(?P<path>.*)$")
@@ -184,7 +184,7 @@ def test_a_scrape_has_vllms_figures_and_ours(monkeypatch: pytest.MonkeyPatch, en
         samples = read(answer.content)
         assert of(samples, "vllm:steps_total") == 3
         assert of(samples, "agentspec_steps_total") > 0
-    assert scraped.asked == 1  # whoever scrapes in a loop costs the engine one question a second
+    assert scraped.asked == 1  # scrapes in a loop ask the engine once a second
     assert scraped.client.get("/other").content == VLLMS
     assert scraped.client.head("/metrics").content == b""
     monkeypatch.setattr(prometheus, "_FRESH_SECONDS", 0.0)

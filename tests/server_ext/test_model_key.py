@@ -1,4 +1,4 @@
-"""Which servers share a model's logs: those with the same config and tokenizer, wherever the files lie."""
+"""Test which servers share a model's logs: those with the same config and tokenizer, wherever the files lie."""
 
 import json
 import os
@@ -16,7 +16,7 @@ MODEL = Path(__file__).parents[2] / "demo" / "model"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the demo's model."""
+    """Return a copy of the demo's model."""
     return shutil.copytree(MODEL, tmp_path / "models" / "copy")
 
 
@@ -132,7 +132,7 @@ def test_a_model_in_one_file_is_known_by_its_beginning(tmp_path: Path) -> None:
 
 
 def test_a_longer_file_with_the_same_beginning_is_another_model(tmp_path: Path) -> None:
-    """As of two sizes of one model: the config and the tokenizer are the same, and the rest is not read."""
+    """Two sizes of one model may have the same config and tokenizer at the beginning; the rest is not read."""
     small, large = tmp_path / "small.gguf", tmp_path / "large.gguf"
     for file, size in ((small, 33 << 20), (large, 34 << 20)):
         file.touch()

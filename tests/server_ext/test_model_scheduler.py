@@ -1,4 +1,4 @@
-"""For which rows a draft model runs, and how many passes it gets."""
+"""Test for which rows a draft model runs, and how many passes it gets."""
 
 from collections.abc import Sequence
 
@@ -73,7 +73,7 @@ class TestScheduler:
         assert scheduler.choose([request() for _ in range(3)], [5.0, 0.0, 5.0], [2, 1, 2], Pace(1.0, 0.010)) == [1]
 
     def test_rows_that_pay_only_together_are_run_together(self) -> None:
-        """A loop of many rows takes hardly longer than one of a single row."""
+        """A draft loop over many rows takes hardly longer than over a single row."""
         scheduler = self.taught(0.08, seconds=0.001)
         pace = Pace(1.0, 0.010)
         assert scheduler.choose([request()], [0.0], [1], pace) == []
@@ -107,7 +107,7 @@ class TestScheduler:
 
 
 class TestPasses:
-    """A drafter of whole batches: how many tokens it drafts, or whether it rests."""
+    """Test a drafter of whole batches: how many tokens it drafts, or whether it rests."""
 
     @staticmethod
     def taught(gain: float, first: float = 0.002, further: float = 0.001) -> DraftModelScheduler:
@@ -127,7 +127,7 @@ class TestPasses:
         *,
         rests: bool = False,
     ) -> int:
-        """Return the number of tokens for one row, where 1 ms is a tenth of a token."""
+        """Return the number of tokens for one row. In 1 ms a step yields a tenth of a token."""
         choices = (RESTS, *range(1, len(worth) + 1)) if rests else range(len(worth) + 1)
         return scheduler.choose_tokens([request()], [promised], [room], worth, choices, Pace(1.0, 0.010))
 
@@ -176,7 +176,7 @@ class TestPasses:
         assert self.choose(scheduler, promised=0.0) == 3
 
     def test_it_rests_where_its_tokens_are_not_worth_the_first_pass(self) -> None:
-        """The first pass takes .2 tokens, each further one .1."""
+        """The first pass takes the time of .2 tokens, each further one that of .1."""
         assert self.choose(self.taught(0.15), worth=(0.9, 0.95, 1.0)) == 1
         assert self.choose(self.taught(0.15), worth=(0.9, 0.95, 1.0), rests=True) == RESTS
         assert self.choose(self.taught(1.8), rests=True) == 3

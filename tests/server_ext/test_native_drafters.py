@@ -1,4 +1,4 @@
-"""vLLM's own drafters beside the suffix index: how they are configured, and when and for how many tokens they run."""
+"""Test vLLM's own drafters beside the suffix index: how they are configured, when they run, for how many tokens."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 
 
 class Native:
-    """Stands for a drafter of vLLM's. It drafts 7, 8, 9, …"""
+    """Stand in for a drafter of vLLM's. It drafts 7, 8, 9, …"""
 
     def __init__(self) -> None:
         self.num_speculative_tokens = 0
@@ -38,7 +38,7 @@ class Native:
 
 
 class Runner:
-    """Stands for vLLM's model runner with a drafter of its own that drafts ``tokens`` tokens."""
+    """Stand in for vLLM's model runner with a drafter that drafts ``tokens`` tokens."""
 
     def __init__(self, method: str, tokens: int = 3, *, data_parallel: int = 1) -> None:
         spec = SimpleNamespace(
@@ -68,7 +68,7 @@ class Runner:
         self._draft_token_ids: Any = None
 
     def forward(self, longest: int = 50) -> ForwardPass:
-        # Not one token a row: there is a prompt among them, so the drafter may not rest.
+        # Some row has more than one token, that is, a prompt, so the drafter may not rest.
         scheduled = SimpleNamespace(num_spec_tokens_to_schedule=16, total_num_scheduled_tokens=9)
         result = ForwardPass(scheduled, [[1], [2]], common_attn_metadata=SimpleNamespace(max_seq_len=longest))
         result.input_batch = self.input_batch
@@ -174,7 +174,7 @@ class TestRuns:
 
     @pytest.mark.parametrize(("ranks", "empty_runs"), [(1, 0), (2, 3)])
     def test_after_some_errors_it_is_left_alone(self, ranks: int, empty_runs: int) -> None:
-        """Other data-parallel ranks still wait for this one in theirs."""
+        """Other data-parallel ranks still wait for this one in their passes, so it runs empty ones."""
         holder = Runner("eagle3", data_parallel=ranks)
         drafter, forward = NativeDrafter(holder), holder.forward()
         tried = []
@@ -229,7 +229,7 @@ def test_tokens_without_probabilities_get_one_for_all() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 class TestProbabilities:
-    """vLLM's drafters choose the largest logit. Its probability says how sure they are."""
+    """Test the probabilities of drafted tokens. vLLM's drafters choose the largest logit."""
 
     @staticmethod
     def asked(tokens: int, *, at_once: bool = False, **options: bool) -> Any:
@@ -276,7 +276,7 @@ class TestProbabilities:
 
 
 class TestTime:
-    """vLLM asks some drafters before the sampled tokens are on the host; the suffix indexes need them."""
+    """Test when drafters are asked: vLLM asks some before the sampled tokens, which indexes need, are on the host."""
 
     @staticmethod
     def drafted(sampled: Any) -> tuple[list[Any], Any]:
@@ -328,6 +328,6 @@ assert torch.get_num_threads() == 1, torch.get_num_threads()
 
 def test_ngram_leaves_the_workers_threads_alone() -> None:
     command, environment = [sys.executable, "-c", THREADS], {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("NUMBA_NUM_THREADS", None)  # the tests before have set it in this process
+    environment.pop("NUMBA_NUM_THREADS", None)  # earlier tests have set it in this process
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""vLLM's own drafting methods as users configure them: longer drafts, and what cannot work beside the indexes."""
+"""Test vLLM's own drafting methods as users configure them: longer drafts, and what cannot work beside the indexes."""
 
 import pickle
 from pathlib import Path
@@ -18,7 +18,7 @@ BESIDE = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens"
 
 
 def configured(method: dict[str, Any], max_draft: int | None = None, **options: Any) -> Any:
-    """vLLM's configuration of the demo's model with one of its own methods and agentspec's settings."""
+    """Return vLLM's configuration of the demo's model with one of its own methods and agentspec's settings."""
     from vllm.engine.arg_utils import EngineArgs
 
     vllm_adapter.register()

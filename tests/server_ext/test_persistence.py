@@ -1,4 +1,4 @@
-"""What was said comes back from the store: after a restart, after eviction, in another process."""
+"""Test that turns come back from the store: after a restart, after eviction, in another process."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ __all__ = ["store"]
 
 
 def test_a_family_comes_back_after_a_restart() -> None:
-    """Another child asks for it: what the root and its other children said is loaded, and no other session."""
+    """A new child loads the responses of the root and its other children, and no other session."""
     store = MemoryStore()
     before = Engine(store)
     before.say([1, 2, 3], [*range(100, 140)], "root")
@@ -49,13 +49,13 @@ def test_a_family_comes_back_after_a_restart() -> None:
         after.cache.extend(name, [begin + 10, begin + 11, begin + 12])
         (draft,) = after.cache.propose([name], 4)
         assert (draft.token_ids.tolist()[:2], draft.source) == ([begin + 13, begin + 14], "group")
-    again = after.start([7, 8], "d", parent="root")  # it is held now, so nothing is read again
+    again = after.start([7, 8], "d", parent="root")  # the family is held now, so nothing is read again
     assert after.load() == 0 and after.cache.family_of(again) == "root"
 
 
 @pytest.mark.parametrize("error", [StoreUnavailableError("away"), StoreError("WRONGTYPE")])
 def test_nobody_waits_for_turns_that_cannot_be_written(store: FlakyStore, error: StoreError) -> None:
-    """As of one log that the store refuses: each question about sessions waited for it."""
+    """The store may refuse one log only. Otherwise each question about sessions would wait for its turns."""
     store.error = error
     engine = Engine(store)
 
@@ -105,7 +105,7 @@ def test_a_request_loads_what_its_scope_lets_it_draft_from_and_no_more(scope: Sc
 
 
 def test_a_log_counts_for_the_owner_of_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many logs are followed: a caller's salts displace its own, and callers share the log of a named tenant."""
+    """Followed logs are limited by owner: a caller's salts displace its own, and callers share a named tenant's log."""
     engine, used = Engine(MemoryStore()), list[tuple[str, str]]()
     follower = SimpleNamespace(use=lambda log, owner: used.append((log, owner)))
     monkeypatch.setattr(engine.persistence, "_follower", follower)
@@ -121,7 +121,7 @@ def test_an_erasure_waits_for_a_turn_that_is_on_its_way_into_the_cache() -> None
 
     def forget() -> list[str | None]:
         forgotten.set()
-        return ["held"]  # under which the store has nothing of it, but other processes may run requests of it
+        return ["held"]  # the store has nothing under this tenant, but other processes may run its requests
 
     engine.persistence.submit(lambda store: goes_on.wait(60))  # the erasure waits behind it
     erasure = engine.persistence.erase("s", [TENANT], forget)
@@ -159,7 +159,7 @@ def test_a_session_comes_back_in_another_process(store: FlakyStore) -> None:
 def test_a_session_that_was_evicted_comes_back_from_the_store(store: FlakyStore, loaded_before: bool) -> None:
     engine = Engine(store, max_tokens=2_000)
     engine.say([1, 2, 3], text(100))
-    if loaded_before:  # the session was not finished in this process but loaded by it
+    if loaded_before:  # this process loaded the session and finished none of its turns
         engine.flush()
         engine = Engine(store, max_tokens=2_000)
         engine.finish(engine.start([9, 9, 9]), [9, 9])
@@ -207,7 +207,7 @@ def test_groups_come_back_on_demand_too(store: FlakyStore) -> None:
 def test_two_processes_on_one_session_splice_no_text_that_was_never_said(store: FlakyStore) -> None:
     one, two = Engine(store), Engine(store)
     said = []
-    histories = [[1, 2, 3], [1, 2, 3]]  # each process goes on with its own
+    histories = [[1, 2, 3], [1, 2, 3]]  # each process continues its own
     for number in range(6):
         which = number % 2
         engine, prompt = (one, two)[which], histories[which]
@@ -354,14 +354,14 @@ def test_the_store_is_kept_within_its_retention_and_what_is_left_is_used(store: 
     assert again.load() == 10  # a log without its head
     assert again.draft(name) == text(29_105, 3)
     assert again.persistence.stats()["refused"] == 0
-    assert prompts(store) == []  # nobody trains on a text without its beginning
+    assert prompts(store) == []  # training skips a text without its beginning
 
 
 def test_warm_up_reads_the_newest_and_a_slow_store_delays_the_start_only_so_long() -> None:
     slow, released = 100, threading.Event()
 
     class Slow(MemoryStore):
-        """A store that is slow behind its first entries."""
+        """Read slowly behind the first entries."""
 
         def read(self, *args: Any, **names: Any) -> Iterator[Entry]:
             for number, entry in enumerate(super().read(*args, **names)):

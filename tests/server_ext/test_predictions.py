@@ -1,4 +1,4 @@
-"""OpenAI's Predicted Outputs on our server: how a prediction reaches the engine, and what usage says of it."""
+"""Test OpenAI's Predicted Outputs on the server: how a prediction reaches the engine, and what usage says of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DETAILS = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}
 
 
 def serve(start: Start, *keys: str) -> tuple[TestClient, EngineClient, list[Any]]:
-    """A server whose chats note their body and the extra_args of their engine request, and answer as vLLM does."""
+    """Return a server whose chats note their body and their request's extra_args, and answer as vLLM does."""
     server, engine = start(*keys)
     engine.get_tokenizer = lambda: SimpleNamespace(  # type: ignore[attr-defined]
         encode=lambda text, add_special_tokens: [ord(c) for c in text]
@@ -81,7 +81,7 @@ def test_it_reaches_the_engine_and_usage_has_its_figures(start: Start, content: 
 
 
 def test_a_tokenizer_that_fails_costs_no_answer(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """Tokenizers of some models refuse texts with special tokens. It was an error 500, where vLLM answers."""
+    """Tokenizers of some models refuse texts with special tokens. The chat must be answered, as vLLM does."""
     server, engine, seen = serve(start)
     engine.get_tokenizer = lambda: SimpleNamespace(encode=lambda *_, **__: 1 // 0)  # type: ignore[attr-defined]
     body = {"messages": [], "prediction": PREDICTION}
@@ -93,7 +93,7 @@ def test_a_tokenizer_that_fails_costs_no_answer(start: Start, caplog: pytest.Log
 
 
 def test_what_lies_behind_a_stop_text_is_not_accepted(start: Start) -> None:
-    """vLLM finds stop texts in the API server, when the engine has accepted what follows."""
+    """vLLM finds stop texts in the API server, after the engine has accepted the tokens behind them."""
     server, _, _ = serve(start)
     body = {"messages": [], "prediction": PREDICTION, "usage": {"completion_tokens": 4}}
     usage = server.post("/v1/chat/completions", json=body).json()["usage"]
@@ -139,7 +139,7 @@ def test_an_unusable_one_is_refused_by_field(start: Start, prediction: Any, fiel
 
 
 def test_tokens_that_the_model_lacks_are_left_out(start: Start) -> None:
-    """A tokenizer may know more, such as placeholders of images. With one of these the request got no drafts at all."""
+    """A tokenizer may know more, such as placeholders of images. One of these must not cost the request all drafts."""
     server, _, seen = serve(start)
     text = f"{TEXT[:3]}{chr(VOCABULARY)}{TEXT[3:]}"
     body = {"messages": [], "prediction": {"type": "content", "content": text}}

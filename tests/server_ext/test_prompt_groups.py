@@ -1,4 +1,4 @@
-"""Groups of requests that nobody named: the same prompt, or one that continues it."""
+"""Test groups of requests without a group id: those with the same prompt, or one that continues it."""
 
 import tracemalloc
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_a_prompt_that_returns_is_remembered_and_others_are_forgotten() -> None:
 
 @pytest.mark.parametrize("end", [357, 400])  # with one length too many, and with several
 def test_later_turns_are_known_by_the_lengths_that_were_used_last(end: int) -> None:
-    """There are 256 of them, because a prompt is looked up once for each."""
+    """256 lengths are kept, because a prompt is looked up once for each."""
     groups = PromptGroups(1_000_000)
     for length in range(101, end):
         groups.group_of(ANY, prompt(0, 100))

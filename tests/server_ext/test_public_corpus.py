@@ -1,4 +1,4 @@
-"""The operator's file of public texts: its forms, its errors, and what an engine says of it."""
+"""Test the operator's file of public texts: its forms, its errors, and what an engine reports of it."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ WORDS = list(range(100, 130))
 
 
 def tokenize(text: str) -> list[int]:
-    """One token a word: "w5" is 105."""
+    """Return one token for each word: "w5" is 105."""
     return [100 + int(word[1:]) for word in text.split()]
 
 
@@ -121,7 +121,7 @@ def test_a_bad_line_is_skipped_and_named(tmp_path: Path, bad: str, why: str, cap
 
 
 def test_a_text_that_the_tokenizer_refuses_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It cost the whole file."""
+    """One such text must not cost the whole file."""
     model = SimpleNamespace(
         skip_tokenizer_init=False, tokenizer=str(MODEL), tokenizer_revision=None, trust_remote_code=False
     )
@@ -174,7 +174,7 @@ def test_a_file_that_is_not_there_is_refused_at_start(tmp_path: Path) -> None:
 
 
 def test_an_engine_shows_it_as_a_source(tmp_path: Path) -> None:
-    """Each tenant drafts from it; the step record and the figures name it."""
+    """Each tenant drafts from the corpus; the step record and the figures name it."""
     file, record = tmp_path / "public.jsonl", tmp_path / "record.jsonl"
     file.write_text(json.dumps({"token_ids": WORDS}))
     settings = Settings(store="memory://", public=str(file), record=str(record))

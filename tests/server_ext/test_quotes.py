@@ -1,4 +1,4 @@
-"""What a response may quote: which texts, how they are spelled, what is remembered, and how they reach the engine."""
+"""Test what a response may quote: which texts, how they are spelled, what is remembered, how they reach the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BODY = {"messages": [RESULT], "tools": TOOLS}
 
 
 class Tokenizer:
-    """One token a character; counts what it encodes."""
+    """Encode each character as one token, and count the characters encoded."""
 
     def __init__(self) -> None:
         self.encoded = 0
@@ -323,7 +323,7 @@ def test_they_reach_the_engine_of_their_request_alone_and_cannot_be_forged(start
 
 
 def note_quotable(server: TestClient) -> list[bytes]:
-    """Let a server answer chats. Returns what each of them may quote, as they come."""
+    """Let a server answer chats. Return a list that gets what each of them may quote."""
     seen: list[bytes] = []
 
     async def answer() -> dict[str, Any]:
@@ -372,7 +372,7 @@ def test_texts_are_told_apart_from_instructions() -> None:
 
 
 def test_parts_in_parts_are_read_in_their_order_however_deep() -> None:
-    """From Python 3.12 on, JSON is parsed to a greater depth than Python's functions may call themselves."""
+    """From Python 3.12 on, JSON is parsed to a greater depth than Python functions may recurse."""
     parts: Any = "deepest\n" * 9
     for _ in range(5_000):
         parts = [{"type": "tool_result", "content": parts}]

@@ -1,4 +1,4 @@
-"""Figures in the responses themselves: for those who ask, of requests of their own, and never instead of a response."""
+"""Test figures in responses: only for callers who ask, of their own requests, and never instead of a response."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ASK = {FIGURES_HEADER: "summary"}
 
 
 def add_chat(server: TestClient, engine: EngineClient, runs: bool = True, sender: Presented | None = None) -> None:
-    """Lets the server answer chats, as vLLM does, all under one id.
+    """Let the server answer chats as vLLM does, all under one id.
 
-    runs: whether the engine has run the request. sender: as whose request; None: whoever sent it.
+    runs: whether the engine has run the request. sender: whose request it is; None: the sender's.
     """
     app = server.app
     assert isinstance(app, FastAPI)
@@ -107,7 +107,7 @@ def test_an_engine_may_take_seconds_over_a_step(start: Start) -> None:
 
 
 def test_bytes_without_end_that_make_no_character_take_no_more_time_than_others() -> None:
-    """A caller gets them by ``allowed_token_ids``."""
+    """A caller can get such bytes by ``allowed_token_ids``."""
     decoded = 0
 
     def decode(tokens: list[int]) -> str:

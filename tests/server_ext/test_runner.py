@@ -1,4 +1,4 @@
-"""The extension on vLLM's model runner, without a running engine: what it reads of a step, and what it gives back."""
+"""Test the extension on vLLM's model runner, without a running engine: what it reads of a step, and what it returns."""
 
 import logging
 from collections import Counter
@@ -26,7 +26,7 @@ from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, is_told_l
 
 
 def finished(output: list[int], **params: Any) -> CachedRequestState:
-    """A request as vLLM's model runner keeps it."""
+    """Return a request as vLLM's model runner keeps it."""
     return CachedRequestState(
         req_id="r",
         prompt_token_ids=[1, 2, 3],
@@ -71,7 +71,7 @@ class TestReturnedTokens:
 
 
 def test_the_length_of_a_response_is_waited_for_where_a_stop_text_may_have_ended_it() -> None:
-    """One token is kept nowhere, and the API server may never hear of it where the caller has left."""
+    """A response of one token is not kept, and if its caller has left, the API server may never hear of it."""
 
     def told_later(output: list[int], **params: Any) -> bool:
         return is_told_later(finished(output, extra_args={CALL_KEY: "call"}, **params))
@@ -113,7 +113,7 @@ def test_a_worker_that_shuts_down_closes_the_extension_first(monkeypatch: pytest
 
 
 class Extension:
-    """Stands for a RunnerExtension."""
+    """Stand in for a RunnerExtension."""
 
     def __init__(self, vllm_config: Any, native: Any = None) -> None:
         self.vllm_config = vllm_config
@@ -143,7 +143,7 @@ class Extension:
 
 
 class TestRunner:
-    """The engine hangs on the model runner, where each wrapped method finds it."""
+    """Test that the engine is an attribute of the model runner, where each wrapped method finds it."""
 
     @staticmethod
     def made(monkeypatch: pytest.MonkeyPatch, method: str = "custom_class") -> Any:
@@ -261,7 +261,7 @@ class TestRunner:
 
 class TestLog:
     def loggers(self, monkeypatch: pytest.MonkeyPatch) -> tuple[logging.Logger, logging.Logger]:
-        """Return agentspec's logger and vLLM's as they are in an engine, where no test collects what is logged."""
+        """Return agentspec's logger and vLLM's as they are in an engine, without the tests' handlers."""
         own, of_vllm = logging.getLogger("agentspec"), logging.getLogger("vllm")
         for logger, level, handlers in ((own, logging.NOTSET, []), (of_vllm, logging.INFO, [logging.NullHandler()])):
             monkeypatch.setattr(logger, "handlers", handlers)

@@ -1,4 +1,4 @@
-"""The secrets of a server: the key of all MACs, the administrator's key, and a store that knows another secret."""
+"""Test the secrets of a server: the key of all MACs, the administrator's key, and a store with another secret."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ def test_a_short_one_is_refused_without_being_shown(variable: str) -> None:
 
 @pytest.mark.parametrize("variable", ["AGENTSPEC_SECRET", "AGENTSPEC_ADMIN_KEY"])
 def test_one_that_is_not_utf_8_is_refused_at_the_start(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A secret was a traceback while vLLM started, an administrator's key HTTP 500 for every key that is wrong."""
+    """Otherwise such a secret would be a traceback at the start, and such a key HTTP 500 for every wrong key."""
     monkeypatch.setenv(variable, os.fsdecode(b"\xff" * 20))
     with pytest.raises(ConfigurationError, match=f"{variable}: it is not UTF-8"):
         check_secrets()
@@ -49,7 +49,7 @@ def test_one_that_is_not_utf_8_is_refused_at_the_start(variable: str, monkeypatc
 
 @pytest.mark.parametrize("key", ["0123456789abcdef\n", " 0123456789abcdef", "01234567\r\n89abcdef", " " * 20])
 def test_an_admin_key_that_no_header_can_hold_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one from a file that ends with a line break: the server started, and no key was the administrator's."""
+    """A file may end with a line break, for one. The server would start, and no key would be the administrator's."""
     monkeypatch.setenv("AGENTSPEC_ADMIN_KEY", key)
     with pytest.raises(ConfigurationError, match="AGENTSPEC_ADMIN_KEY: no request can show it") as error:
         check_secrets()
@@ -89,7 +89,7 @@ def test_a_store_that_is_emptied_takes_the_servers_secret_again_but_not_the_envi
                 held = server.client().get("agentspec:secret")
                 assert held == (None if given else bytes.fromhex(secret.decode()))
                 if not given:
-                    assert server_secret(settings, {}) == secret  # of a server that starts now
+                    assert server_secret(settings, {}) == secret  # a server that starts now gets the same
 
 
 def test_no_secret_is_in_the_settings_that_vllm_prints(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_no_secret_is_in_the_settings_that_vllm_prints(monkeypatch: pytest.Monke
 def test_a_server_with_another_secret_says_that_it_finds_nothing(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A restart with another AGENTSPEC_SECRET, or with the first one, looked like a lost history."""
+    """A restart with another AGENTSPEC_SECRET, or with the first one, would look like a lost history."""
     with RedisServer() as server:
         url = server.url if kind == "redis" else f"sqlite:///{tmp_path}/store.db"
         with closing(open_store(url)) as store:

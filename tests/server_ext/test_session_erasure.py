@@ -1,4 +1,4 @@
-"""Erasing a session over HTTP: what is left of it, of others, and where."""
+"""Test erasing a session over HTTP: what is left of it, of others, and where."""
 
 import json
 import logging
@@ -74,7 +74,7 @@ class TestErasure:
         assert keeper.save() and stored(snapshot, TEXT) and not stored(snapshot, secret[8:])
 
     def test_an_erasure_that_is_refused_changes_nothing(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A running request forgot its session, and what it said never reached the store."""
+        """Otherwise a running request would forget its session, and its turn would never reach the store."""
         server = start(ADA, engines=1)
         ada = server.identity(ADA, "one")
         server.start("running", ada, [9], TEXT)
@@ -92,7 +92,7 @@ class TestErasure:
     def test_a_request_that_starts_while_its_session_is_erased_leaves_nothing_of_it(
         self, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Another thread takes the session from the cache, and the request has just read that it has one."""
+        """Another thread takes the session from the cache just after the request has read that it has one."""
         server = start(ADA, engines=1)
         ada, engine = server.identity(ADA, "one"), server.engines[0]
         assert ada.session is not None
@@ -143,7 +143,7 @@ class TestErasure:
         assert with_adapter.session in persistence._store.tombstones(persistence.logs.of(with_adapter.tenant))
 
     def test_other_processes_hear_of_it_under_an_adapter_with_which_a_request_runs(self, start: Start) -> None:
-        """Neither cache nor store holds its text yet; another server may have begun such requests, too."""
+        """Neither cache nor store holds the request's text yet. Another server may have begun such requests, too."""
         server = start(ADA, engines=1)
         with_adapter = server.identity(ADA, "one", adapter="tuned@/adapters/tuned")
         server.start("running", with_adapter, [9], TEXT)
@@ -166,19 +166,19 @@ class TestErasure:
         reader.close()
         assert waiting.json()["records"] == 1
         assert server.erase(ADA, "one").status_code == 200
-        assert server.erased == 0  # the answer before has counted them
+        assert server.erased == 0  # the earlier answer has counted the records
         assert not stored(tmp_path / "log.db", coded)
 
 
 def coded_text(database: Path, identity: Identity) -> bytes:
-    """The end of a session's newest record, which is text in the store's coding."""
+    """Return the end of a session's newest record, which is text in the store's coding."""
     with closing(open_store(f"sqlite:///{database}")) as store:
         records = [entry.payload for log in store.namespaces() for entry in store.read(log, session=identity.session)]
     return records[-1][-24:]
 
 
 def stored(file: Path, what: Sequence[int] | str | bytes) -> bool:
-    """Whether a file, or a database's files, hold these token ids, this text or these bytes."""
+    """Return whether a file, or a database's files, hold these token ids, this text or these bytes."""
     if isinstance(what, str):
         what = what.encode()
     wanted = what if isinstance(what, bytes) else np.array(what, np.int32).tobytes()
@@ -203,7 +203,7 @@ def test_the_access_log_names_no_session(
 
 
 def test_the_traceback_of_an_unknown_session_does_not_name_it(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM writes one into its log for each error that it answers, with --log-error-stack."""
+    """With --log-error-stack, vLLM logs a traceback for each error that it answers."""
     server = start(ADA, engines=1)
     log = logging.getLogger("vllm.entrypoints")
 

@@ -1,4 +1,4 @@
-"""Exports and imports of sessions: what is kept, and what is refused by field."""
+"""Test exports and imports of sessions: what is kept, and which fields are refused."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ __all__ = ["start"]
 
 
 def hold_slow_texts(server: Server) -> threading.Event:
-    """Let texts that begin with "slow" wait for the event that this returns, before they become tokens."""
+    """Make the encoding of texts that begin with "slow" wait for an event. Return the event."""
     release = threading.Event()
 
     def encode(text: str, **_: Any) -> list[int]:
@@ -76,7 +76,7 @@ class TestExportAndImport:
             assert name in server.listed(ADA)
 
     def test_another_sessions_text_stays_out_of_an_export(self, start: Start, tmp_path: Path) -> None:
-        """As where another file was copied over the SQLite file in use, so that entries and payloads do not fit."""
+        """Another file may have been copied over the SQLite file in use, so that entries and payloads don't match."""
         server = start(ADA, BOB)
         mine, others = server.identity(ADA, "mine"), server.identity(BOB, "others")
         server.say(mine)
@@ -166,7 +166,7 @@ class TestExportAndImport:
         assert server.listed(ADA) == ["one"]
 
     def test_long_imports_of_one_caller_hold_up_nothing_else(self, start: Start) -> None:
-        """They took all threads of the API server, and chats with tools waited for minutes."""
+        """Otherwise they would take all threads of the API server, and chats with tools would wait for minutes."""
         server = start(ADA, BOB, engines=1)
         server.say(server.identity(ADA, "one"))
         release = hold_slow_texts(server)
@@ -186,7 +186,7 @@ class TestExportAndImport:
     def test_bodies_that_wait_are_bounded(
         self, start: Start, monkeypatch: pytest.MonkeyPatch, bodies_of_all: int, of_another: int
     ) -> None:
-        """Ten times as many as fit, of one caller: another one still imports, unless it makes too many of all."""
+        """One caller sends ten times as many as fit. Another still imports, unless all together are too many."""
         monkeypatch.setattr(imports, "_MAX_BODY", 1000)
         monkeypatch.setattr(imports, "_BODIES_OF_ALL", bodies_of_all)
         server = start(ADA, BOB, engines=1)
@@ -270,7 +270,7 @@ class TestExportAndImport:
         assert [turn["response"][0] for turn in turns] == list(range(4)) and len(asked) > 4
 
     def test_a_long_session_becomes_json_beside_the_event_loop(self) -> None:
-        """In one piece it held the interpreter's lock: of 20,000 turns for seconds, and all streams stood still."""
+        """In one piece, 20,000 turns would hold the interpreter's lock for seconds, and stop all streams."""
         tokens = np.arange(150, dtype=np.int32)
         turn = TurnRecord(writer="ab" * 8, number=1, session="s", prompt_tail=tokens, response=tokens, created=1.5)
         payloads = [encode(replace(turn, number=number)) for number in range(1, 12_001)]
@@ -290,7 +290,7 @@ class TestExportAndImport:
         assert turns[0]["response"] == list(range(150)) and "weights" not in turns[0]
 
     def test_an_engine_forgets_what_it_exported(self, start: Start) -> None:
-        """A session may take megabytes, which no budget counts."""
+        """An exported session may take megabytes, which no budget counts."""
         server = start(ADA)
         server.say(server.identity(ADA, "one"))
         for _ in range(3):
@@ -300,7 +300,7 @@ class TestExportAndImport:
 
 @pytest.mark.parametrize("field", ["turns", "texts"])
 def test_of_many_short_turns_or_texts_no_more_are_read_than_fit_into_memory(field: str) -> None:
-    """Each takes 1.5 KB while it is read, and a body has room for two million texts of a letter."""
+    """Each takes 1.5 KB while it is read, and a body has room for two million one-letter texts."""
 
     def parse(count: int) -> None:
         session_routes._parse(json.dumps({"version": 1, field: ["a"] * count}).encode())

@@ -1,4 +1,4 @@
-"""The list of sessions over HTTP, on real engines and stores behind vLLM's key check: whose, how many, in order."""
+"""Test lists of sessions over HTTP, on real engines and stores behind vLLM's key check: whose, how many, in order."""
 
 import time
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def test_the_list_is_of_one_tenant_and_of_as_many_as_are_asked_for(
 
 
 def test_pages_hold_each_session_once(start: Start) -> None:
-    """Those beyond the longest list could be found by nobody, and so erased by nobody who had forgotten their names."""
+    """Without pages, sessions beyond the longest list could not be found, nor erased by callers without the names."""
     server = start(ADA, BOB)
     names = [f"session {number}" for number in range(7)]
     for number, name in enumerate(names):
@@ -121,7 +121,7 @@ def test_without_keys_the_list_answers_on_a_loopback_server_only(start: Start) -
     ],
 )
 def test_without_keys_a_web_page_cannot_list_by_a_name_that_leads_here(start: Start, host: str, status: int) -> None:
-    """By DNS rebinding: the page's own name then stands in ``Host``, and the browser lets it read the answer."""
+    """This is DNS rebinding: ``Host`` has the page's own name, and the browser lets the page read the answer."""
     server = start(engines=1)
     assert server.call(None, "GET", headers={"Host": host}).status_code == status
     server.state.agentspec_socket, server.state.agentspec_loopback = True, False
@@ -148,7 +148,7 @@ def test_which_hosts_are_loopback(host: str | None, local: bool) -> None:
 
 
 def test_a_list_that_nobody_waits_for_reads_no_more_sessions(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among a million sessions of others it went on for minutes, and erasures waited behind it."""
+    """Otherwise it would go on for minutes among a million sessions of others, and erasures would wait behind it."""
     server = start(ADA, engines=1, tenant="acme")
     for name in ("one", "two", "three"):
         server.say(server.identity(ADA, name))
@@ -163,14 +163,14 @@ def test_a_list_that_nobody_waits_for_reads_no_more_sessions(start: Start, monke
         return original(store, log, session, newest)
 
     monkeypatch.setattr(session_admin, "_turns", turns)
-    for name in ("first", "second"):  # the second one begins when its asker is gone
+    for name in ("first", "second"):  # the second begins after its asker has gone
         assert admin.begin(name, bob.principal, "list", bob.tenant, bob.principal, False, 10) == {}
         server.wait(lambda: server.engines[0]._persistence.stats()["jobs"] == 0)
     assert len(read) == 2
 
 
 def test_a_list_goes_on_while_it_finds_sessions_of_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is for a store that does not answer. Each part that was read is progress, whatever is in it."""
+    """The time limit is for a store that does not answer. Each part read is progress, whatever it contains."""
     server = start(ADA, BOB, engines=1, tenant="team")
     server.say(server.identity(ADA, "one"))
     for number in range(8):

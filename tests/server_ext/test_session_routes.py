@@ -1,4 +1,4 @@
-"""Sessions over HTTP, on real engines and stores behind vLLM's key check: who sees, and may do, what."""
+"""Test sessions over HTTP, on real engines and stores behind vLLM's key check: who sees, and may do, what."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,7 +65,7 @@ def test_a_family_is_its_callers_own_and_loses_what_is_erased(start: Start) -> N
 
 
 def test_a_session_that_was_erased_stays_when_its_export_is_imported_again(start: Start) -> None:
-    """Its turns bear the names of engines here, but they did not arrive late behind the erasure."""
+    """Its turns have the names of these engines, but must not be taken for turns that came late after the erasure."""
     server = start(ADA)
     ada, other = server.identity(ADA, "one"), server.identity(ADA, "other")
     for engine in (0, 1):  # both follow the log
@@ -77,7 +77,7 @@ def test_a_session_that_was_erased_stays_when_its_export_is_imported_again(start
     def delivered(engine: int) -> int:
         return int(server.engines[engine].stats()["store"]["follower"]["delivered"])
 
-    for _ in range(2):  # what came late is erased when a follower looks again
+    for _ in range(2):  # late turns are erased when a follower looks again
         before = [delivered(engine) for engine in (0, 1)]
         for engine in (0, 1):
             server.say(other, engine=engine)
@@ -164,7 +164,7 @@ def test_a_question_too_many_is_refused_and_no_other_is_forgotten(
     admin = server.engines[0]._sessions
     session = server.identity(ADA, "one").session
     for number in range(256):
-        owner = f"owner{number // 64}"  # one may leave 64
+        owner = f"owner{number // 64}"  # each owner may leave 64
         server.wait(lambda n=number, owner=owner: admin.begin(f"job{n}", owner, "tenants", session) == {})  # type: ignore[misc]
     assert admin.begin("job256", None, "tenants", session)["error"] == "unavailable"
     answer = server.call(ADA, "GET", "one")
@@ -177,7 +177,7 @@ def test_a_question_too_many_is_refused_and_no_other_is_forgotten(
 
 
 def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a session of 350,000 turns it went on for most of a minute, and everybody's lists and erasures waited."""
+    """Otherwise it would read 350,000 turns for most of a minute, and all lists and erasures would wait."""
     server = start(ADA, engines=1)
     ada = server.identity(ADA, "one")
     for _ in range(4):
@@ -193,7 +193,7 @@ def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monke
                 yield entry
 
     monkeypatch.setattr(session_admin, "RecordReader", Reader)
-    for name in ("first", "second"):  # the second one begins when its asker is gone
+    for name in ("first", "second"):  # the second begins after its asker has gone
         assert admin.begin(name, ada.principal, "read", ada.session, ada.tenant, False) == {}
         server.wait(lambda: server.engines[0]._persistence.stats()["jobs"] == 0)
     assert len(read) == 2
@@ -203,7 +203,7 @@ def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monke
 def test_a_long_session_lets_the_questions_of_others_between(
     start: Start, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """It was one job of the only thread that asks the store: of 350,000 turns, the others waited for a minute."""
+    """One thread asks the store. If 350,000 turns were one job, the questions of others would wait for a minute."""
     server = start(ADA, BOB, engines=1)
     ada, bob = server.identity(ADA, "one"), server.identity(BOB, "two")
     for number in range(4):
@@ -239,7 +239,7 @@ def test_a_long_session_lets_the_questions_of_others_between(
 
 
 def test_an_engine_is_asked_while_another_takes_its_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer was forgotten: an asker that says nothing for seconds counts as gone."""
+    """An asker that is silent for seconds counts as gone, and the first engine's answer would be forgotten."""
     monkeypatch.setattr(session_routes, "_WAIT_SECONDS", 2.0)
     server = start(ADA)
     server.say(server.identity(ADA, "one"))

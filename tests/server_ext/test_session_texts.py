@@ -1,4 +1,4 @@
-"""Sessions that are primed with texts and messages: who drafts from them, and what is refused by field."""
+"""Test sessions that are primed with texts and messages: who drafts from them, and which fields are refused."""
 
 import json
 from types import SimpleNamespace

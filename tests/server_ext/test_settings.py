@@ -1,4 +1,4 @@
-"""Settings and the launch arguments: bad input names the field and the remedy."""
+"""Test settings and launch arguments: errors name the field and the remedy."""
 
 import inspect
 import json
@@ -229,12 +229,12 @@ class TestLaunch:
         ],
     )
     def test_spellings_that_would_hide_a_setting_are_refused(self, argument: str) -> None:
-        """vLLM would make the section anew from them, and the server would share what it was told not to."""
+        """vLLM would make the section anew from such a spelling, and the server would share what it was told not to."""
         with pytest.raises(ConfigurationError, match=r"give it in full, as --additional-config '{…}'"):
             serve_arguments(["--scope", "none", argument, "1"], {}, 8)
 
     def test_the_last_of_several_counts(self) -> None:
-        """As for vLLM."""
+        """vLLM does the same."""
         twice = [f'--additional_config={{"agentspec": {{"scope": "{scope}"}}}}' for scope in ("session", "none")]
         result = serve_arguments([*twice, "--port", "1"], {}, 8)
         assert result[:2] == ["--port", "1"] and result.count("--additional-config") == 1
@@ -256,7 +256,7 @@ class TestLaunch:
 
     @pytest.mark.parametrize("name", ["tenant", "principal_header", "principal-header", "max_bytes", "store"])
     def test_a_setting_among_vllms_own_options_is_refused_with_its_place(self, tmp_path: Path, name: str) -> None:
-        """vLLM calls it an unrecognized argument and quotes it, password included."""
+        """vLLM would call it an unrecognized argument and quote it, password included."""
         file = tmp_path / "vllm.yaml"
         file.write_text(f"port: 1\n{name}: 'redis://:hunter2@host'")
         setting = name.replace("-", "_")
@@ -273,7 +273,7 @@ class TestLaunch:
         ],
     )
     def test_a_setting_that_is_no_option_is_refused_with_its_place(self, argument: str, remedy: str) -> None:
-        """vLLM prints its usage and calls it an unrecognized argument."""
+        """vLLM would print its usage and call it an unrecognized argument."""
         for arguments in ([argument, "1"], ["m", f"{argument}=1"]):
             with pytest.raises(ConfigurationError) as error:
                 serve_arguments(arguments, {}, None)
@@ -306,13 +306,13 @@ class TestLaunch:
 
     @pytest.mark.parametrize("name", ["store", "record", "api_keys_file", "public", "speculator"])
     def test_an_empty_setting_is_refused(self, name: str) -> None:
-        """As from a variable that is not set. An empty store was the default one, on disk."""
+        """It may come from an unset variable. An empty `store` must not mean the default one, on disk."""
         with pytest.raises(ConfigurationError, match=f"{name}.*it is empty; give a value, or leave it out"):
             load_settings({"agentspec": {name: ""}}, {})
 
     @pytest.mark.parametrize("name", ["record", "api_keys_file", "public", "speculator"])
     def test_a_name_with_a_nul_character_is_refused(self, name: str) -> None:
-        """JSON may hold one. For a record and a file of API keys it was a traceback at the start."""
+        """JSON may hold one. For a record and a file of API keys it would be a traceback at the start."""
         environ = {"AGENTSPEC_SETTINGS": json.dumps({name: "./a\0b"})}
         with pytest.raises(ConfigurationError, match=f"{name}.*NUL character"):
             load_settings({}, environ)
@@ -330,7 +330,7 @@ class TestLaunch:
 
     @pytest.mark.parametrize("name", ["record", "api_keys_file"])
     def test_a_home_folder_that_is_not_there_is_named(self, name: str) -> None:
-        """In a container ``~`` may be none. It was a traceback."""
+        """In a container ``~`` may have no folder. That would be a traceback."""
         with pytest.raises(ConfigurationError, match=rf"{name} ~nobody-here/file: .*there is no such home folder; "):
             serve_arguments([], {name: "~nobody-here/file"}, 8, {})
 

@@ -1,4 +1,4 @@
-"""Engines get the time to save when the server is stopped, and no other engine gets more than vLLM gives it."""
+"""Test that engines get time to save when the server is stopped, and that other engines get no more than vLLM gives."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ OURS = SimpleNamespace(method="custom_class", model=PROPOSER_PATH)
 
 
 class Process:
-    """An engine's process, which saves a while after it was told to end, or never."""
+    """Stand in for an engine's process, which saves a while after it is told to end, or never."""
 
     def __init__(self, save_seconds: float | None) -> None:
         self.folder = os.environ.get(shutdown._FOLDER)
@@ -44,7 +44,7 @@ class Process:
 def stopped(
     speculative_config: Any, draining: int, given: float | None, *save_seconds: float | None
 ) -> tuple[float, Any]:
-    """Return how long the engines had before vLLM's own shutdown, and their manager. save_seconds: of each engine."""
+    """Return how long the engines had before vLLM's own shutdown, and their manager. save_seconds: by engine."""
     config = SimpleNamespace(speculative_config=speculative_config, shutdown_timeout=draining)
     manager = SimpleNamespace(manager_stopped=threading.Event())
 
@@ -70,7 +70,7 @@ def test_engines_are_killed_when_the_last_one_has_saved(monkeypatch: pytest.Monk
 
 
 def test_a_server_that_ends_without_a_stop_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is killed, or whose engines cannot be started, has nobody who would remove it."""
+    """A server that is killed, or cannot start its engines, does not remove it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     named: list[str | None] = []
 
@@ -112,7 +112,7 @@ def test_one_that_never_saves_is_killed_all_the_same(monkeypatch: pytest.MonkeyP
 
 
 def test_the_thread_that_watches_over_the_engines_leaves_them_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shuts them down too, within a second, by a call that kills them: whatever took longer was not saved."""
+    """This thread, too, shuts them down, by a call that kills them within a second, before they could save."""
     monkeypatch.setattr(shutdown, "SAVE_SECONDS", 60.0)
     manager = SimpleNamespace(manager_stopped=threading.Event(), processes=[])
     config = SimpleNamespace(speculative_config=OURS, shutdown_timeout=0)
@@ -137,7 +137,7 @@ def test_the_thread_that_watches_over_the_engines_leaves_them_their_time(monkeyp
 
 @pytest.mark.parametrize("given", [None, "3"])
 def test_workers_get_the_time_that_their_engine_has(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
-    """vLLM's engine core kills them after five seconds, unless the user says otherwise."""
+    """Otherwise vLLM's engine core would kill them after five seconds, unless the user says otherwise."""
     if given is None:
         monkeypatch.delenv(shutdown._WORKERS_SECONDS, raising=False)
     else:
@@ -175,7 +175,7 @@ def test_a_worker_says_that_it_has_saved(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_signal_ends_the_wait_for_engines_that_start() -> None:
-    """vLLM makes a KeyboardInterrupt of a SIGTERM, and its socket drops that."""
+    """vLLM turns a SIGTERM into a KeyboardInterrupt, which its socket drops."""
     network = pytest.importorskip("vllm.utils.network_utils")
     import zmq
 
@@ -184,7 +184,7 @@ def test_a_signal_ends_the_wait_for_engines_that_start() -> None:
             assert not socket.closed
             raise KeyboardInterrupt("terminated")
 
-    wait(network.zmq_socket_ctx)  # once it raises, the patch can go
+    wait(network.zmq_socket_ctx)  # if vLLM raises by itself one day, the patch can go
     with pytest.raises(KeyboardInterrupt, match="terminated"):
         wait(partial(shutdown.startup_socket, network.zmq_socket_ctx))
 
@@ -194,7 +194,7 @@ def test_a_signal_ends_the_wait_for_engines_that_start() -> None:
 def test_requests_that_the_engines_never_answer_hear_of_their_end(
     speculative_config: Any, told: bool, in_loop: bool
 ) -> None:
-    """vLLM shuts down in a thread; in the loop's own where a program does. A second shutdown is harmless."""
+    """vLLM shuts down in a thread, or in the event loop's own if a program does it. A second shutdown is harmless."""
     pytest.importorskip("vllm")
     from vllm.v1.engine.exceptions import EngineDeadError
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -255,7 +255,7 @@ def test_only_a_process_that_vllm_made_for_an_engine_of_ours_ends_with_its_paren
 
 
 def test_an_engine_without_a_parent_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in a program's own process."""
+    """An engine in a program's own process has no parent."""
     monkeypatch.setattr(threading, "Thread", None)
     scheduler = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=OURS))
     shutdown.init_scheduler(lambda _: None, scheduler)

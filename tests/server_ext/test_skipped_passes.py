@@ -1,4 +1,4 @@
-"""Passes of vLLM's drafter that are left out and made up for: nothing is lost or comes twice, no block is missing."""
+"""Test skipped passes of vLLM's drafter, made up for later: nothing is lost or comes twice, no block is missing."""
 
 import random
 from types import SimpleNamespace
@@ -21,12 +21,12 @@ BLOCKS_A_ROW = 400
 
 
 def token(name: str, position: int) -> int:
-    """The token of a request at a position of its text."""
+    """Return the token of a request at a position of its text."""
     return 1_000 * int(name[1:]) + position
 
 
 class Native:
-    """Stands for a drafter of vLLM's: checks that it takes in each text from its beginning on, without a gap."""
+    """Stand in for a drafter of vLLM's. Check that it takes in each text from its beginning on, without a gap."""
 
     def __init__(self, room: int) -> None:
         self.block_size = BLOCK
@@ -35,7 +35,7 @@ class Native:
         self.pass_hidden_states_to_model = True
         self.parallel_drafting = self.supports_mm_inputs = self.uses_mrope = False
         self.taken: dict[str, int] = {}
-        """position behind what was taken in, by request"""
+        """position behind the tokens taken in, by request"""
         self.passes: list[tuple[int, list[str], int]] = []
         """tokens asked for, requests and tokens taken in"""
         self.names: dict[int, str] = {}
@@ -87,7 +87,7 @@ class Native:
 
 
 class Engine:
-    """Stands for vLLM's model runner: computes texts step by step, and asks its drafter after each."""
+    """Stand in for vLLM's model runner: compute texts step by step, and ask its drafter after each."""
 
     def __init__(self, *, room: int = 2_000, prefix_caching: bool = True, takes: str = "states", **config: Any) -> None:
         parallel = {"data_parallel_size": 1, "decode_context_parallel_size": 1, **config.pop("parallel", {})}
@@ -117,14 +117,15 @@ class Engine:
         self.drafter.names[BLOCKS_A_ROW * int(name[1:])] = name
 
     def preempt(self, name: str) -> None:
-        """Its blocks are gone: the text is computed from its beginning again."""
+        """Take the request's blocks away, so its text is computed from the beginning again."""
         self.requests[name] = 0
         self.drafter.taken.pop(name, None)
 
     def step(self, rows: dict[str, tuple[int, int]], tokens: int | None = None) -> bool:
-        """Compute so many tokens of each request, of which so many more are rejected. Return whether the pass rested.
+        """Compute tokens of each request. Return whether the drafter rested.
 
-        tokens: what the drafter is asked for; None: a rest, where it may.
+        rows: by request, the tokens computed, and how many draft tokens beside them are rejected. tokens: how many the
+        drafter is asked for; None: to rest, where it may.
         """
         names, drafted = list(rows), [taken - 1 + wrong for taken, wrong in rows.values()]
         prefill = [self.requests[name] == 0 for name in names]
@@ -189,7 +190,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the stand-in count as vLLM's drafter."""
+    """Make the stand-in count as vLLM's drafter."""
     monkeypatch.setattr(SpecDecodeBaseProposer, "propose", Native.propose)
 
 
@@ -208,7 +209,7 @@ def test_the_next_pass_takes_in_what_was_left_out() -> None:
 
 
 def test_no_pass_that_fills_a_block_is_left_out() -> None:
-    """Where prefixes are cached, another request may find the block in the next step."""
+    """With prefix caching, another request may use the block in the next step."""
     engine = Engine()
     engine.start("r1")
     engine.step({"r1": (BLOCK + 2, 0)})

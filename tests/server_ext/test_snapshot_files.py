@@ -1,4 +1,4 @@
-"""The file of a snapshot: who may read it, when it is refused or deleted, and what a kill leaves of it."""
+"""Test the file of a snapshot: who may read it, when it is refused or deleted, and what a kill leaves of it."""
 
 import errno
 import fcntl
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_ignored_and_said(tmp_path: Path, caplog: pytest.Lo
 def test_a_file_that_cannot_even_be_looked_for_costs_no_drafts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """As for a user in a container whose HOME is root's folder. Until it is loaded nothing is drafted."""
+    """HOME may be root's folder, as in a container. Nothing is drafted until the snapshot is loaded or given up."""
     path = tmp_path / ("x" * 300 if place == "name" else "x.snapshot")
     if place == "home":  # as root every folder can be read
 
@@ -73,7 +73,7 @@ def test_a_file_that_cannot_even_be_looked_for_costs_no_drafts(
 
 
 def test_a_folder_that_cannot_be_listed_holds_no_drafts_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the snapshot was read, nothing is drafted."""
+    """Nothing is drafted until the snapshot is read or given up."""
 
     def broken(*_: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -101,7 +101,7 @@ def test_an_erased_session_is_in_no_file(tmp_path: Path) -> None:
 
 
 def test_an_erased_session_is_in_no_file_of_another_tenant_or_engine_of_the_model(tmp_path: Path) -> None:
-    """Those may not run any more. A model has logs of its own, and keeps its file."""
+    """The others may no longer run. Another model has its own logs, and keeps its file."""
 
     def snapshot(log: str, number: int) -> Path:
         path = snapshot_path(f"sqlite:///{tmp_path}/server.db", log, number)
@@ -168,7 +168,7 @@ def test_an_erased_session_is_in_no_file_of_the_same_redis_by_another_address(
 
 
 def test_a_session_erased_while_it_is_saved(tmp_path: Path) -> None:
-    """Whenever the erasure comes, the file that is left does not hold the session."""
+    """Whenever the erasure comes, the file left at the end does not hold the session."""
     path, cache = tmp_path / "snapshot", SuffixCache(vocab_size=2**31)
     keeper = keep(path, cache)
     for record in range(1, 40):
@@ -211,11 +211,11 @@ while True:
         assert cache.load_snapshot(path, identity="model") == b""
         assert cache.stats().tokens >= 19_000
     SnapshotKeeper(path, make(), "model").close()
-    assert [file.name for file in tmp_path.iterdir()] == ["snapshot"]  # what was left of the killed ones is gone
+    assert [file.name for file in tmp_path.iterdir()] == ["snapshot"]  # the files of killed processes are gone
 
 
 def test_a_server_that_starts_leaves_what_another_one_is_saving(tmp_path: Path) -> None:
-    """In another container the other one may have any number, also this one's."""
+    """In another container, the other server's process may have any id, also this one's."""
     path, cache = tmp_path / "snapshot", make()
     converse([cache], 1, tokens=200_000)
     keeper, seen = SnapshotKeeper(path, make(), "model"), False
@@ -250,7 +250,7 @@ def test_a_file_that_is_deleted_before_it_is_locked_is_made_again(tmp_path: Path
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_a_file_without_a_lock_was_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
-    """Where the file system has no locks, a file that was written to lately may be in use."""
+    """If the file system has no locks, a recently written file may be in use."""
     if not locks:
         monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     path = tmp_path / "server[1].db-1.a-0.snapshot"

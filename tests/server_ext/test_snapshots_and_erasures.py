@@ -1,4 +1,4 @@
-"""A snapshot brings back nothing that was erased, and is used where it cannot."""
+"""Test that a snapshot brings back nothing that was erased, and is used if it can bring back nothing."""
 
 import errno
 import os
@@ -48,7 +48,7 @@ def test_a_restarted_engine_drafts_nothing_that_was_erased_meanwhile(start: Star
 def test_a_log_that_cannot_be_read_costs_its_own_tenants_snapshot_only(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one of whose keys on Redis something else is the owner."""
+    """One of the log's keys on Redis may hold something else, for example."""
     first = start(snapshot=tmp_path / "snapshot")
     first.say([1, 2, 3], text(100))
     first.say([1, 2, 3], text(200), tenant="other")
@@ -109,7 +109,7 @@ def test_a_kill_between_a_snapshots_renaming_and_its_check_brings_nothing_back(s
 def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_is_used_again(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: bool
 ) -> None:
-    """Whether or not a request had its log followed before the snapshot was checked."""
+    """This holds whether or not its log was followed before the snapshot was checked."""
     here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     here.say([1, 2, 3], text(100))
     here.say([1, 2, 3], text(300), "stays")
@@ -136,7 +136,7 @@ def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_
 def test_nothing_is_drafted_from_a_snapshot_before_it_is_known_what_was_erased(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start waits for the store for so long only; then requests come."""
+    """The start waits for the store only so long; then requests come."""
     from agentspec.cache.store import SQLiteStore
     from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper
 
@@ -164,7 +164,7 @@ def test_nothing_is_drafted_from_a_snapshot_before_it_is_known_what_was_erased(
 
 
 def test_a_snapshot_older_than_what_the_store_keeps_is_deleted(start: Start, tmp_path: Path) -> None:
-    """By then the tombstones of sessions that were erased since may be gone, too."""
+    """The store may have dropped tombstones of sessions that were erased since."""
     here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     here.say([1, 2, 3], text(100))
     here.stop()
@@ -207,7 +207,7 @@ def test_snapshots_of_models_that_are_not_served_any_more_are_deleted_with_age(s
 
 
 def test_a_snapshot_is_not_used_where_retention_may_have_taken_a_tombstone(start: Start, tmp_path: Path) -> None:
-    """Retention by size or number takes tombstones that are younger than the snapshot."""
+    """Retention by size or number removes tombstones that are younger than the snapshot."""
     here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     meet(here, elsewhere)
     here.say([1, 2, 3], text(100))
@@ -274,7 +274,7 @@ def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
 def test_a_snapshot_that_cannot_be_deleted_keeps_a_session_nowhere_else(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its file system may have become read-only. Whoever erases is told, and a start on it is not held back."""
+    """Its file system may have become read-only. The caller who erases is told, and a start on it is not held back."""
     here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     meet(here, elsewhere)
     here.say([1, 2, 3], text(100))

@@ -1,4 +1,4 @@
-"""The speculator as the adapter runs it: real torch on the CPU, vLLM's step as plain data."""
+"""Test the speculator as the adapter runs it: real torch on the CPU, vLLM's step as plain data."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def drafter(folder: Path, hidden: int = HIDDEN, **settings: Any) -> SpeculatorDrafter:
-    """Loaded for a target of that hidden size."""
+    """Return the drafter, loaded for a target of this hidden size."""
     target = SimpleNamespace(
         get_hidden_size=lambda: hidden, get_vocab_size=lambda: VOCABULARY, dtype=torch.float32, parameters=None
     )
@@ -48,12 +48,12 @@ def drafter(folder: Path, hidden: int = HIDDEN, **settings: Any) -> SpeculatorDr
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no tensor-parallel group of vLLM's here."""
+    """Do without vLLM's tensor-parallel group."""
     monkeypatch.setattr(draft_models, "tensor_parallel_group", lambda: None)
 
 
 def forward(sampled: list[list[int]], drafted: list[int] | None) -> ForwardPass:
-    """A pass in which each row verified so many draft tokens; every state is its own row's and position's."""
+    """Return a pass whose rows verified `drafted` draft tokens. Each row and position has its own state."""
     rows = sum(n + 1 for n in drafted) if drafted is not None else len(sampled)
     states = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(7))
     metadata = None if drafted is None else SimpleNamespace(num_draft_tokens=drafted)
@@ -97,7 +97,7 @@ def test_one_that_does_not_fit_is_refused_by_name(folder: Path) -> None:
 
 
 class Server:
-    """One request decoded greedily: the target's text is what the speculator itself would write, or another."""
+    """Decode one request greedily. The target's text is the speculator's own, or another."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.drafter = drafter(folder)
@@ -106,7 +106,7 @@ class Server:
         self.states = torch.randn(600, HIDDEN, generator=torch.Generator().manual_seed(9))
 
     def text(self, length: int) -> list[int]:
-        """What the speculator drafts first at every position: it is always right about the next token."""
+        """Return a text in which the speculator's first drafted token is always right."""
         text = [1]
         while len(text) < length:
             drafted = self.drafter.loop(self.states[len(text) : len(text) + 1], torch.tensor(text[-1:]), None)
@@ -114,7 +114,7 @@ class Server:
         return text
 
     def decode(self, request_id: str, text: list[int]) -> tuple[int, int]:
-        """(steps, drafted) for the text after its first two tokens."""
+        """Decode the text behind its first two tokens. Return (steps, drafted)."""
         tokens = np.zeros((1, len(text) + 32), np.int32)
         length, draft, steps, drafted = 2, [0][:0], 0, 0
         batch = Batch((request_id,), np.zeros(1, np.int32))
@@ -123,7 +123,7 @@ class Server:
             while accepted < len(draft) and draft[accepted] == text[length + accepted]:
                 accepted += 1
             new = text[length : length + accepted + 1]
-            # State i is the one that says what follows i tokens of text.
+            # State i predicts the token behind i tokens of text.
             given = ForwardPass(
                 None,
                 [new],
@@ -134,7 +134,7 @@ class Server:
             tokens[0, :length] = text[:length]
             lengths, room, verified = (np.array([value], np.int32) for value in (length, 16, len(draft)))
             started = [] if steps else [NewRequest(request_id, text[:2], Identity(None, "s"))]
-            seconds = 1e3 if steps else None  # beside such a step the model takes no time, however busy the machine is
+            seconds = 1e3 if steps else None  # beside so long a step the model's time is negligible
             step = Step(batch, started, tokens, lengths, room, verified, len(draft), seconds=seconds)
             bound = self.drafter.bind(given)
             (draft,) = self.proposer.propose(step, bound)
@@ -200,7 +200,7 @@ def test_steps_of_many_rows_may_be_left_without_drafts(folder: Path) -> None:
 
 
 class SleepingWeights:
-    """vLLM's place for a mechanism of sleep: zeroes all weights, and gives them back after level 1 alone."""
+    """Stand in for vLLM's sleep: zero all weights, and restore them after level 1 only."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.weights = weights
@@ -222,7 +222,7 @@ class SleepingWeights:
 def test_a_speculator_drafts_as_before_after_vllms_own_sleep_and_waking(
     level: int, waking: list[list[str] | None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Level 2 discards all weights, and vLLM and its caller bring back those of the target alone."""
+    """Level 2 discards all weights, and vLLM and its caller restore only the target's."""
     from vllm.v1.worker.gpu_worker import Worker
 
     vllm_adapter.install([patch for patch in vllm_adapter.current_patches() if patch.name in ("sleep", "wake_up")])
@@ -253,4 +253,4 @@ def test_a_speculator_drafts_as_before_after_vllms_own_sleep_and_waking(
     after = extension.draft_model.bind(given).launch([0], proposals)()
     assert after.tokens.tolist() == before.tokens.tolist()
     assert after.probabilities.tolist() == before.probabilities.tolist()
-    assert (extension.draft_model.loop is loop) == (level == 1)  # what sleep kept is not read again
+    assert (extension.draft_model.loop is loop) == (level == 1)  # weights that sleep kept are not read again

@@ -1,4 +1,4 @@
-"""StepCost on synthetic step times: what it measures, when it believes it, and what cannot mislead it."""
+"""Test StepCost on synthetic step times: what it measures, when it trusts that, and what must not mislead it."""
 
 import random
 from itertools import pairwise
@@ -20,7 +20,7 @@ def test_it_finds_the_price_in_noise(per_token: float, rows: int) -> None:
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
 def test_what_a_step_with_drafts_costs_by_itself_is_not_taken_for_the_price_of_a_token(share: float) -> None:
-    """At batch 8 vLLM's rejection sampler makes a step 65 % longer, with whatever drafts."""
+    """At batch 8, vLLM's rejection sampler makes a step with any draft 65 % longer."""
     machine, cost = Machine(0.0004, surcharge=0.0117), StepCost()
     for _ in range(4000):
         drafted = machine.random.randint(1, 40) if machine.random.random() < share else 0
@@ -91,7 +91,7 @@ def test_what_rows_cost_is_not_taken_for_the_price_of_drafts() -> None:
 
 
 def test_more_rows_make_a_draft_token_dearer() -> None:
-    """b * B / (a + b * B), where a row is as cheap as a draft token."""
+    """The price is b * B / (a + b * B) if a row costs as much as a draft token."""
     machine, cost = Machine(0.0005, per_row=0.0005), StepCost()
     for rows in (1, 2, 4, 8, 16, 40, 100) * 20:
         machine.run(cost, 25, rows, longest=4)
@@ -101,11 +101,11 @@ def test_more_rows_make_a_draft_token_dearer() -> None:
     assert cost.at(100).cost == pytest.approx(0.0005 * 100 / (0.01 + 0.0005 * 100), rel=0.25)
     assert cost.at(90).cost == pytest.approx(
         cost.at(100).cost, rel=0.15
-    )  # of few steps yet: what is known of the nearest
+    )  # measured in few steps, so the nearest size's price counts
 
 
 def test_a_machine_that_changes_its_pace_changes_nothing() -> None:
-    """Other work makes all steps slower by half, for a while: the price as a share of a step is what it was."""
+    """Other work slows all steps down for a while. The price, as a share of a step, stays the same."""
     machine, cost = Machine(0.0005), StepCost()
     for pace in (1.0, 1.5, 1.0, 1.8):
         machine.pace = pace
@@ -114,7 +114,7 @@ def test_a_machine_that_changes_its_pace_changes_nothing() -> None:
 
 
 def test_a_machine_that_never_varied_is_followed_when_it_changes_its_pace() -> None:
-    """Its steps deviate by nothing, so that any other duration would count as a pause."""
+    """Its steps do not deviate at all, so any other duration would count as a pause."""
     cost = StepCost()
     for _ in range(3000):
         cost.observe(1, 0, 0.01)
@@ -183,7 +183,7 @@ def test_a_price_that_depends_on_the_number_of_rows_is_kept_apart() -> None:
 
 
 def gated(machine: Machine, cost: StepCost, steps: int, rows: int, drafted: int, expected: float) -> float:
-    """Take steps whose drafts always look like that. Return the share of the last 256 that had them."""
+    """Take steps with such drafts, where they pay. Return the share of the last 256 steps with drafts."""
     had = []
     for _ in range(steps):
         had.append(cost.pays(rows, drafted, expected))
@@ -200,7 +200,7 @@ def test_drafts_that_do_not_earn_what_any_draft_takes_are_left_out() -> None:
 
 
 def test_drafts_that_earn_little_stay_where_any_draft_takes_nothing() -> None:
-    """At first it is guessed that it takes something. What is left out for that shows that it does not."""
+    """At first StepCost assumes a surcharge. The drafts left out for that show that there is none."""
     assert gated(Machine(0.0001, noise=0.02), StepCost(), 2000, rows=8, drafted=10, expected=1.5) > 0.9
 
 
@@ -229,13 +229,13 @@ def test_natural_steps_without_drafts_are_enough() -> None:
 
 @pytest.mark.parametrize(("rows", "per_token"), [(1, 0.00003), (1, 0.001), (8, 0.0005), (8, 0.002)])
 def test_drafting_by_the_measured_price_is_as_good_as_by_the_true_one(rows: int, per_token: float) -> None:
-    """The loop is closed: what is drafted decides what can be measured, and the other way round."""
+    """The drafts decide which prices can be measured, and the measured prices decide the drafts."""
     true = Machine(per_token).true_cost(rows)
     assert tokens_per_second(Machine(per_token), rows, None) > 0.95 * tokens_per_second(Machine(per_token), rows, true)
 
 
 def test_drafts_gain_from_the_first_steps_of_a_large_batch_on() -> None:
-    """Where a token costs nearly what a row costs, as on CPUs."""
+    """A token costs nearly as much as a row, as on CPUs."""
 
     def machine() -> Machine:
         return Machine(0.0003, base=0.004, per_row=0.0004, noise=0.1)
@@ -245,7 +245,7 @@ def test_drafts_gain_from_the_first_steps_of_a_large_batch_on() -> None:
 
 
 def test_the_first_step_of_each_size_does_not_count_in_a_restarted_process_either() -> None:
-    """Its memory and kernels are new there, although the sizes are known."""
+    """Memory and kernels are new in a restarted process, although the sizes are known."""
     before, restarted = StepCost(), []
     Machine(0.0004).run(before, 30, rows=4)
     for seconds in (0.02, 10.0):

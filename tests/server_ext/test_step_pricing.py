@@ -1,4 +1,4 @@
-"""What the engine is told that a step may draft, and what stays of its drafts."""
+"""Test how much a step may draft, and which of its drafts are kept."""
 
 import pytest
 
@@ -8,11 +8,11 @@ from tests.server_ext.drafts import drafts_of
 
 ROWS = 4
 PLAIN, TOKEN = 0.010, 0.001
-"""Seconds of a step without drafts, and of each draft token."""
+"""Seconds that a step without drafts takes, and that each draft token adds."""
 
 
 class Batch:
-    """Four rows whose texts grow by a token a step."""
+    """Run four rows whose texts grow by a token a step."""
 
     def __init__(self, given: float | None = None, step_tokens: int = 1024) -> None:
         self.pricing = StepPricing(given, step_tokens)
@@ -38,7 +38,7 @@ def test_an_allowance_holds_until_the_prices_change_or_for_sixteen_steps() -> No
 
 def test_work_beside_drafting_is_two_percent_of_a_measured_step_and_half_a_millisecond_at_most() -> None:
     batch = Batch()
-    assert batch.allow(1).work == pytest.approx(0.0005)  # nothing known
+    assert batch.allow(1).work == pytest.approx(0.0005)  # no step was measured yet
     batch.observe(200)
     assert batch.allow(2).work == pytest.approx(0.02 * PLAIN, rel=0.1)
 
@@ -73,7 +73,7 @@ def test_now_and_then_a_step_whose_duration_cuts_drafts_has_none() -> None:
 
 def test_drafts_that_do_not_earn_their_step_are_left_out() -> None:
     batch = Batch()
-    for number in range(400):  # any draft takes as long as a step without one
+    for number in range(400):  # any draft adds the time of a step without one
         tokens = number % 3
         batch.pricing.cost.observe(ROWS, tokens, PLAIN + TOKEN * tokens + (PLAIN if tokens else 0.0))
     allowance = Allowance(tokens=8, by_latency=True)

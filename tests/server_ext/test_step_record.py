@@ -1,4 +1,4 @@
-"""The step record: what is written, and that an erased session's name goes from the lines that are there."""
+"""Test the step record: what is written, and that an erasure removes a session's name from existing lines."""
 
 import contextlib
 import errno
@@ -35,7 +35,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_steps_of_a_request_that_waits_for_its_start_have_lines(tmp_path: Path) -> None:
-    """Or a request that ends before its start would have none, and the others fewer tokens than were said."""
+    """Otherwise a request that ends before its start would have no line, and others too few tokens."""
     step_record = StepRecord(tmp_path / "steps.jsonl")
     state = RequestState("r", Identity(), RequestFigures(), AcceptanceLength(0, 0), 10)
     accounts = Accounts(Metrics(), Traces(1000), step_record)
@@ -105,7 +105,7 @@ def test_a_line_that_a_killed_process_left_half_written_is_overwritten_and_holds
 
 
 def test_another_process_can_append_meanwhile(tmp_path: Path) -> None:
-    """Lines keep their places, so nothing that others append is lost."""
+    """Lines keep their positions in the file, so nothing that others append is lost."""
     path = tmp_path / "steps.jsonl"
     step_record = StepRecord(path)
     for step in range(20_000):
@@ -144,7 +144,7 @@ step_record.close()
 
 
 def test_a_record_that_is_cut_during_an_erasure_costs_nothing_else(tmp_path: Path) -> None:
-    """As by logrotate's copytruncate. Reading a mapped file behind its end would kill the process."""
+    """logrotate's copytruncate cuts it, for example. Reading a mapped file behind its end would kill the process."""
     path = tmp_path / "steps.jsonl"
     text = "".join(json.dumps(line(number, "s", KEY), separators=(",", ":")) + "\n" for number in range(20_000))
     cutting = threading.Event()
@@ -153,7 +153,7 @@ def test_a_record_that_is_cut_during_an_erasure_costs_nothing_else(tmp_path: Pat
         while not cutting.wait(0.001):
             os.truncate(path, 0)
 
-    path.write_text(text)  # before the thread looks for it, which would end without it
+    path.write_text(text)  # before the thread starts, which ends without the file
     thread = threading.Thread(target=cut)
     thread.start()
     try:
@@ -167,7 +167,7 @@ def test_a_record_that_is_cut_during_an_erasure_costs_nothing_else(tmp_path: Pat
 
 
 def test_lines_of_any_place_lose_the_name(tmp_path: Path) -> None:
-    """A long record is read in blocks, whose ends stand anywhere in its lines."""
+    """A long record is read in blocks, which may end anywhere in a line."""
     path = tmp_path / "steps.jsonl"
     given = [line(number, "s", KEY if number % 3 else OTHER) for number in range(6_000)]
     path.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in given))
@@ -190,7 +190,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
 def test_an_error_at_the_end_of_a_write_ends_no_thread(
     tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk under a file that may only grow, or under a network's file system: no erasure was done any more."""
+    """The disk may be full under an append-only file or a network file system. Later erasures must work."""
     path = tmp_path / "steps.jsonl"
     step_record = StepRecord(path)
     step_record.add(line(1, "fix-42", KEY))
@@ -243,7 +243,7 @@ def test_a_line_that_another_program_wrote_holds_up_no_erasure(tmp_path: Path) -
 
 
 def test_a_new_record_is_its_owners_alone(tmp_path: Path) -> None:
-    """Where callers have no keys, whoever knows a session's name has the session."""
+    """Without API keys, whoever knows a session's name can use the session."""
     step_record = StepRecord(tmp_path / "new" / "steps.jsonl")
     assert step_record.path.stat().st_mode & 0o777 == 0o600
     step_record.path.unlink()
@@ -262,7 +262,7 @@ def test_a_record_that_was_moved_away_holds_up_no_erasure(tmp_path: Path) -> Non
 
 
 def test_a_pipe_that_nobody_reads_loses_lines_and_holds_up_no_erasure(tmp_path: Path) -> None:
-    """The thread waited for a reader for ever, and so did every erasure: HTTP 503 after 20 seconds."""
+    """Otherwise the thread would wait for a reader for ever, and every erasure with it: HTTP 503 after 20 seconds."""
     step_record = StepRecord(tmp_path / "steps.jsonl")
     step_record.path.unlink()
     os.mkfifo(step_record.path)
@@ -273,7 +273,7 @@ def test_a_pipe_that_nobody_reads_loses_lines_and_holds_up_no_erasure(tmp_path: 
 
 
 def test_a_pipe_whose_reader_is_slow_or_leaves_gets_whole_lines(tmp_path: Path) -> None:
-    """A pipe cannot be cut back to its last whole line: the attempt ended the thread that writes."""
+    """A pipe cannot be cut back to its last whole line. The attempt must not end the thread that writes."""
     path = tmp_path / "steps.jsonl"
     os.mkfifo(path)
     given = [json.dumps(line(number, "x" * 200, KEY)).encode() + b"\n" for number in range(1000)]
@@ -287,7 +287,7 @@ def test_a_pipe_whose_reader_is_slow_or_leaves_gets_whole_lines(tmp_path: Path) 
 
 
 def test_a_full_pipe_is_waited_for_where_the_process_has_many_files_open(tmp_path: Path) -> None:
-    """`select.select` refuses the descriptor: that ended the thread that writes, and no erasure was done any more."""
+    """`select.select` refuses such a descriptor. That must not end the thread that writes, which erasures need."""
     path = tmp_path / "steps.jsonl"
     os.mkfifo(path)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -309,7 +309,7 @@ def test_a_full_pipe_is_waited_for_where_the_process_has_many_files_open(tmp_pat
 def test_lines_that_the_queue_has_no_room_for_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     step_record = StepRecord(tmp_path / "steps.jsonl", max_bytes=4 * 1024)
     for times in (1, 2):
-        for number in range(10):  # of which four have room, at most
+        for number in range(10):  # at most four of them have room
             step_record.add(line(number, "fix-42", KEY))
         step_record.erase(OTHER).result(60)  # the lines are written
         assert step_record.lost > 0, times
@@ -328,7 +328,7 @@ def test_lines_that_are_lost_are_counted(tmp_path: Path) -> None:
     step_record._thread.join()  # it writes what waits
     assert step_record.lost == 3
     path.rmdir()
-    for number in range(10):  # of which four have room
+    for number in range(10):  # four of them have room
         step_record.add(line(number, "fix-42", KEY))
     step_record._write()
     assert step_record.lost == 3 + 6 and len(lines(path)) == 4

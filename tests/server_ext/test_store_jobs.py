@@ -1,4 +1,4 @@
-"""Erasures and other jobs on the store, in a thread: what they end, and what they tell."""
+"""Test erasures and other jobs on the store, in a thread: what they end, and what they report."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,7 +42,7 @@ def test_an_erased_session_is_gone_from_queue_loader_and_store(store: FlakyStore
 
 
 def test_what_was_stored_under_another_tenant_meanwhile_is_erased_too(store: FlakyStore) -> None:
-    """Whoever erases asks first which tenants know the session; a turn with an adapter may finish behind that."""
+    """The caller first asks which tenants know the session. A turn with an adapter may finish after that."""
     engine = Engine(store)
     engine.say([1, 2, 3], text(100))
     engine.cache.start("r", [1, 2, 3], session="s", tenant="adapter")
@@ -138,8 +138,8 @@ def test_those_of_many_owners_are_bounded_together(store: FlakyStore) -> None:
         with suppress(StoreUnavailableError):
             persistence.submit(lambda store: None, str(owner))
             taken += 1
-    assert taken == 1023 and persistence.stats()["jobs"] == 1024  # the gate is one
-    assert len(persistence._jobs._counts) == 1024  # owners whose jobs are refused are not remembered
+    assert taken == 1023 and persistence.stats()["jobs"] == 1024  # the gate is one job
+    assert len(persistence._jobs._counts) == 1024  # no count is kept for owners whose jobs are refused
     release()
     wait_until(lambda: persistence.stats()["jobs"] == 0)
     persistence.submit(lambda store: None, "late").result(60)
@@ -147,7 +147,7 @@ def test_those_of_many_owners_are_bounded_together(store: FlakyStore) -> None:
 
 
 def test_owners_take_turns(store: FlakyStore) -> None:
-    """What one has asked for holds another's job up for one job only."""
+    """One owner's jobs delay another owner's job by one job only."""
     persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     ran: list[str] = []
     release = gate(persistence)
@@ -167,7 +167,7 @@ def test_owners_take_turns(store: FlakyStore) -> None:
 
 
 def test_a_session_is_new_if_neither_the_cache_nor_the_store_holds_it(store: FlakyStore) -> None:
-    """What the cache holds may not have reached the store, or retention has removed it."""
+    """A turn in the cache may not have reached the store yet, or retention has removed it."""
     cache = SuffixCache()
     cache.restore(turn_of(turn("in the cache", 1)))
     store.append(LOGS.of(None), [NewEntry("in the store", encode(turn("in the store", 1)))])
@@ -192,7 +192,7 @@ def test_who_polls_is_not_gone_however_long_a_job_takes(store: FlakyStore, monke
         assert admin.begin(name, None, "tenants", "s") == {}
     for now[0] in (4.0, 8.0, 12.0):
         assert admin.poll("polled") == {}
-    assert admin.begin("next", None, "tenants", "s") == {}  # those whose askers are gone make room for it
+    assert admin.begin("next", None, "tenants", "s") == {}  # jobs whose askers are gone make room
     release()
     wait_until(lambda: admin.poll("next"))
     assert admin.poll("polled") == {"value": [], "more": False}

@@ -1,4 +1,4 @@
-"""Tenants in the store: when each one's corpus is read, and how many are held."""
+"""Test tenants in the store: when each one's corpus is read, and how many are held."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def tell(store: Store, tenant: str, *responses: list[int]) -> None:
 
 
 class Tenants:
-    """A cache whose requests come from several tenants. Restored turns are counted by tenant."""
+    """Hold a cache whose requests come from several tenants. Count restored turns by tenant."""
 
     def __init__(self, store: Store, preload: int, **cache: Any) -> None:
         self.cache = SuffixCache(**cache)
@@ -65,7 +65,7 @@ def test_a_tenants_corpus_is_read_at_start_or_at_its_first_request(store: FlakyS
     reads = store.calls
     for name, tenant, scope in (("a", "known", "tenant"), ("b", "other", "session"), ("c", "other", "none")):
         engine.start(name, tenant, [7, 8, 100, 101, 102] if tenant == "known" else [5000, 5001, 5002], scope)  # type: ignore[arg-type]
-    assert (engine.load_all(), store.calls) == (0, reads)  # one is loaded, the others do not draw on it
+    assert (engine.load_all(), store.calls) == (0, reads)  # one corpus is loaded, and the other requests don't use one
     assert engine.draft("a") == text(103, 3)
     engine.start("d", "other", [7, 5000, 5001, 5002])
     assert engine.load_all() == 3  # the newest

@@ -1,4 +1,4 @@
-"""Stored turns on their way into the cache: a part at a time, and none of a session that is being erased."""
+"""Test how stored turns enter the cache: a part at a time, and none of a session that is being erased."""
 
 import threading
 from concurrent.futures import Future
@@ -43,7 +43,7 @@ def test_no_turn_of_a_session_that_is_being_erased_is_applied() -> None:
     turns = StoredTurns(cache, loader, lambda log, session: False)
     group = Wanted(NS, group="g")
     loader.ready.put(Loaded(group, [turn(name, number, group="g") for number, name in enumerate("abab")]), set())
-    assert turns.apply(0.0) == 1  # the others of these are in the engine's hands
+    assert turns.apply(0.0) == 1  # the engine holds the rest of the batch
     turns.begin_erasure("b", lambda: job)
     turns.add(NS, turn("b", 9, group="g"))
     assert (turns.apply(1.0), turns.followed) == (1, 0)
@@ -51,7 +51,7 @@ def test_no_turn_of_a_session_that_is_being_erased_is_applied() -> None:
 
 
 def test_a_session_that_is_erased_twice_at_once_counts_as_being_erased_until_both_have_ended() -> None:
-    """Owners take turns, so that the job of the later call may run first."""
+    """Owners take turns, so the job of the later call may run first."""
     loader, cache, first, second = BackgroundLoader(MemoryStore()), SuffixCache(), Future[Erasure](), Future[Erasure]()
     turns = StoredTurns(cache, loader, lambda log, session: False)
     for job in (first, second):
@@ -67,7 +67,7 @@ def test_a_session_that_is_erased_twice_at_once_counts_as_being_erased_until_bot
 
 
 def test_a_turn_that_another_process_says_after_an_erasure_is_added_though_no_step_was_taken_since() -> None:
-    """An idle engine took its erasures for unended, and its tenant's corpus lacked what others said."""
+    """Otherwise an idle engine would take its erasures for unfinished, and its corpus would lack others' turns."""
     cache, job = SuffixCache(), Future[Erasure]()
     turns = StoredTurns(cache, BackgroundLoader(MemoryStore()), lambda log, session: False)
     cache.start("r", [1])  # so that the cache holds the tenant
@@ -116,7 +116,7 @@ def test_what_is_forgotten_of_the_turns_in_hand_is_not_applied() -> None:
 def test_what_is_being_loaded_takes_a_turn_that_it_may_have_been_read_without(
     wanted: Wanted, lacks: set[str], in_hand: bool
 ) -> None:
-    """Once loaded, it counts as whole. in_hand: the engine has taken a part of it from the loader."""
+    """Once loaded, it counts as complete. in_hand: the engine has taken a part of it from the loader."""
     taken: set[str] = set()
 
     class Noting(SuffixCache):
@@ -137,7 +137,7 @@ def test_what_is_being_loaded_takes_a_turn_that_it_may_have_been_read_without(
 
 
 def test_a_session_counts_as_loaded_when_all_of_it_has_come() -> None:
-    """The store may fail before the rest comes, and the next request has to ask again."""
+    """The store may fail before the rest comes. Then the next request has to ask again."""
     loader, cache, wanted = BackgroundLoader(MemoryStore()), SuffixCache(), Wanted(NS, session="s")
     turns = StoredTurns(cache, loader, lambda log, session: False)
     for records, complete in (([turn("s", 1)], False), ([turn("s", 2)], False), ([], True)):
@@ -177,7 +177,7 @@ def test_a_session_counts_as_being_erased_before_its_erasure_does_anything() -> 
         known.append(turns.is_erasing("s"))
 
     def submit() -> Future[Erasure]:
-        """Begin the job at once, as a thread that happens to be free does."""
+        """Begin the job at once, as a free thread does."""
         thread = threading.Thread(target=job, daemon=True)
         thread.start()
         thread.join(0.2)
@@ -189,7 +189,7 @@ def test_a_session_counts_as_being_erased_before_its_erasure_does_anything() -> 
 
 
 def test_what_was_read_while_its_session_was_erased_is_not_applied_after_that() -> None:
-    """A group was read before the store had erased one of its sessions, and its turns wait for the next step."""
+    """The group was read before the store erased one of its sessions, and its turns wait for the next step."""
     cache = SuffixCache()
     persistence = Persistence(cache, MemoryStore(), LOGS, preload=0)
 
@@ -232,7 +232,7 @@ def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_st
         thread.start()
         assert not erased.wait(0.2)
     thread.join(60)
-    assert erased.is_set() and newest == [3]  # a turn up to this one that reaches the store is erased again
+    assert erased.is_set() and newest == [3]  # turns up to this number that still reach the store are erased again
     persistence._writer.put(NS, turn("s", 9))  # the session is used again
     store.gate.set()
     assert persistence._writer.flush(60)

@@ -1,4 +1,4 @@
-"""Thinking ends beside drafts where vLLM's own machine ends it when it is shown one token a step."""
+"""Test that thinking ends beside drafts where vLLM's own state machine ends it at one token a step."""
 
 import random
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ START = [10]
 
 
 def holder_of(end: list[int], prompts: list[list[int]], budgets: list[int], longest: int) -> ThinkingBudgetStateHolder:
-    """vLLM's machine for some requests, whose drafts have at most so many tokens."""
+    """Return vLLM's state machine for requests whose drafts have at most `longest` tokens."""
     marks: Any = SimpleNamespace(reasoning_start_token_ids=START, reasoning_end_token_ids=end)
     holder = ThinkingBudgetStateHolder(marks, len(prompts), longest, torch.device("cpu"), False)
     added: list[Any] = [
@@ -29,12 +29,12 @@ def holder_of(end: list[int], prompts: list[list[int]], budgets: list[int], long
 
 
 def forced(logits: torch.Tensor) -> list[int | None]:
-    """The token that must come next in each row."""
+    """Return the token that must come next in each row, or None."""
     return [int(row.argmax()) if row.max() > 0 else None for row in logits]
 
 
 def by_vllm(end: list[int], prompt: list[int], budget: int, text: list[int]) -> list[int | None]:
-    """What vLLM forces behind the prompt, and behind each token of the text, without speculation."""
+    """Return what vLLM forces behind the prompt, and behind each token of the text, without speculation."""
     holder = holder_of(end, [prompt], [budget], 0)
     found = []
     for length in range(len(text) + 1):
@@ -45,7 +45,7 @@ def by_vllm(end: list[int], prompt: list[int], budget: int, text: list[int]) -> 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_it_is_forced_where_vllm_forces_it_without_drafts(seed: int) -> None:
-    """Three requests with drafts of any length, right or wrong, of texts that think once and more often."""
+    """Three requests draft any number of tokens, right or wrong, in texts that think once or more often."""
     luck = random.Random(seed)
     end = [[11], [9, 11]][seed % 2]
     prompts = [luck.choice([[1, 2], [1, *START], [*START, 3, *end, 4], [*START, 5, 6]]) for _ in range(3)]

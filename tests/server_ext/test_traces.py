@@ -1,4 +1,4 @@
-"""Traces: what each step drafted and where its tokens came from, for requests that ask for it."""
+"""Test traces: what each step drafted and where its tokens came from, for requests that ask for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_trace_has_each_token_of_the_response_and_where_it_came_from() -> None
     found = detail(engine, "b")
     assert len(found) == steps
     assert [token for step in found for token in step["tokens"]] == [*TEXT[2:40], 7, 8, 9]
-    assert all(len(step["sources"]) < len(step["tokens"]) for step in found)  # the last token is the model's own
+    assert all(len(step["sources"]) < len(step["tokens"]) for step in found)  # the last is the model's own
     figures = engine.proposer.request("b")
     assert figures is not None
     told = [source for step in found for source in step["sources"]]
@@ -41,7 +41,7 @@ def test_a_trace_has_each_token_of_the_response_and_where_it_came_from() -> None
     rejected = [source for step in found for source in step["rejected_sources"]]
     assert len(told) + len(rejected) == figures["drafted"] > figures["accepted"]
     assert all(len(step["rejected"]) == len(step["rejected_sources"]) for step in found)
-    assert 140 in [token for step in found for token in step["rejected"]]  # behind 139 came 7
+    assert 140 in [token for step in found for token in step["rejected"]]  # the draft after 139 was 140, but 7 came
 
 
 def test_samples_of_one_api_request_share_its_figures_and_the_first_is_traced() -> None:
@@ -62,7 +62,7 @@ def test_a_request_that_did_not_ask_has_none() -> None:
 
 
 def test_rejected_tokens_of_a_shared_corpus_are_not_told() -> None:
-    """They may quote another principal of the tenant."""
+    """Such tokens may quote another principal of the tenant."""
     engine = Engine(tenant="shared")
     engine.run("a", [1, 2, 3], TEXT, session="one")
     engine.run("b", [1, 2, 3], [*TEXT[:20], 7, 8, 9], session="two", detailed=True)
@@ -77,11 +77,11 @@ def test_rejected_tokens_of_a_shared_corpus_are_not_told() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 7, 20, 21, 23])
 def test_a_trace_ends_where_its_callers_response_does(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The API server finds a stop text after the engine has verified what follows, which may quote another caller."""
+    """The API server finds a stop text after the engine verified tokens behind it, which may quote another caller."""
     engine = Engine(tenant="shared")
     output = [*TEXT[:20], 7, 8, 9]
     engine.run("a", [1, 2, 3], TEXT, session="one")
-    monkeypatch.setattr(engine.proposer, "finish", lambda *_: None)  # it goes on until it hears of that
+    monkeypatch.setattr(engine.proposer, "finish", lambda *_: None)  # the request goes on until the engine is told
     engine.run("b", [1, 2, 3], output, session="two", detailed=True)
     before = detail(engine, "b")
     size = engine.proposer._traces.bytes
@@ -103,7 +103,7 @@ def test_a_trace_ends_where_its_callers_response_does(length: int, monkeypatch: 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("count", range(11))
 def test_what_is_taken_back_of_drafts_was_rejected(count: int, shared: bool) -> None:
-    """Each step's drafted tokens keep their places and sources. Only those of a shared corpus are not told."""
+    """Each step's drafted tokens keep their places and sources. Only tokens of a shared corpus are left out."""
     traces, figures = Traces(max_bytes=10_000), RequestFigures()
     trace = traces.begin(figures, None, shared)
     empty = trace.bytes
@@ -165,7 +165,7 @@ def test_one_trace_beyond_the_limit_is_dropped() -> None:
 
 @pytest.mark.parametrize("why", ["limit", "erasure"])
 def test_a_dropped_trace_takes_no_memory_although_its_request_goes_on(why: str) -> None:
-    """The request holds it until it ends: its text outlived the erasure of its session, and was not counted."""
+    """The request holds the trace until it ends. Otherwise its text would outlive the session's erasure, uncounted."""
     traces, figures = Traces(max_bytes=2_000), RequestFigures()
     trace = traces.begin(figures, "s", shares_corpus=False)
     empty = trace.bytes
@@ -181,7 +181,7 @@ def test_a_dropped_trace_takes_no_memory_although_its_request_goes_on(why: str) 
 
 
 def test_a_trace_may_be_dropped_while_its_figures_are_read() -> None:
-    """Another process may erase its session at any time, which a thread of its own does here."""
+    """Another process may erase its session at any time; here a thread does."""
 
     class Figures(RequestFigures):
         @property

@@ -1,4 +1,4 @@
-"""Requests that begin or end together do so a part at a time, one step after the other."""
+"""Test that requests that begin or end together do so a part at a time, one step after the other."""
 
 import time
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def test_a_step_starts_half_of_what_begins_and_counts_for_all(rows: Rows) -> Non
 
 
 def test_ends_do_not_hold_up_the_request_that_begins_in_their_step(rows: Rows) -> None:
-    """All that ran ends in one step, and vLLM tells so with the next request: its step must not keep them all."""
+    """All requests end in one step, and vLLM says so with the next request, whose step must not finish them all."""
     names = [f"r{row}" for row in range(ROWS)]
     rows.begin(*names)
     for _ in names:
@@ -72,7 +72,7 @@ def test_requests_begin_before_others_end_unless_their_session_waits_for_that(ro
     rows.begin("b1")
     rows.end("a0")
     rows.begin("c2", session="s")
-    assert (rows.started, rows.finished) == (2, 1)  # the session's turn before
+    assert (rows.started, rows.finished) == (2, 1)  # the session's earlier turn was finished first
     rows.end("b1")
     rows.begin("d3")
     assert (rows.started, rows.finished) == (3, 1)
@@ -155,7 +155,7 @@ def test_a_sessions_next_turn_starts_behind_the_end_of_the_one_before(rows: Rows
     rows.begin("first0", session="s")
     rows.step()
     rows.end("first0")
-    rows.tokens[1] = rows.tokens[0]  # it repeats the turn before
+    rows.tokens[1] = rows.tokens[0]  # it repeats the earlier turn
     rows.begin("second1", session="s")
     assert (rows.finished, rows.started) == (1, 2)
     rows.step()
@@ -184,7 +184,7 @@ def test_a_session_that_is_erased_while_a_request_waits_keeps_nothing_of_it(rows
 
 
 def stream_in(rows: Rows, name: str, prompt: int) -> None:
-    """Take a step in which a request goes on with streamed input, which makes its first tokens a prompt."""
+    """Take a step in which streamed input makes a request's first tokens a prompt."""
     rows.lengths[name] = prompt + 1
     lengths = np.array([*rows.lengths.values()], np.int32)
     none = np.zeros(len(lengths), np.int32)
@@ -194,7 +194,7 @@ def stream_in(rows: Rows, name: str, prompt: int) -> None:
 
 
 def test_streamed_input_begins_behind_the_end_of_its_turn_before(rows: Rows) -> None:
-    """Both have one id, and neither need have a session."""
+    """Both have the same id, and neither needs a session."""
     rows.begin("a0")
     rows.begin("b1")
     stream_in(rows, "a0", PROMPT + 2)
@@ -210,7 +210,7 @@ def test_a_turn_that_streamed_input_ends_before_its_start_is_kept(rows: Rows) ->
     rows.lengths["d3"] += 2
     rows.step()
     assert rows.started == 3
-    stream_in(rows, "d3", PROMPT + 5)  # of the four tokens that it said the last one is dropped
+    stream_in(rows, "d3", PROMPT + 5)  # the last of its four tokens is dropped
     for name in ("d3", "a0", "b1", "c2"):
         rows.end(name)
     kept = [(record.prompt_tail.tolist(), record.response.tolist()) for record in rows.stored()]
@@ -219,7 +219,7 @@ def test_a_turn_that_streamed_input_ends_before_its_start_is_kept(rows: Rows) ->
 
 
 def test_requests_that_end_do_not_pile_up_while_others_begin(rows: Rows) -> None:
-    """Each step begins a request and ends one, and has the time for one of both."""
+    """Each step begins a request and ends one, and has time for one of the two."""
     most = 0
     rows.begin("stays0")
     for number in range(60):
@@ -266,7 +266,7 @@ def figures(rows: Rows, name: str) -> dict[str, Any]:
 def test_a_response_ends_where_its_caller_was_told(
     rows: Rows, monkeypatch: pytest.MonkeyPatch, first: str, alone: bool
 ) -> None:
-    """A stop text is found in the API server, which tells the length: before or after the engine hears of the end."""
+    """The API server finds a stop text and tells the length, before or after the engine is told of the end."""
     monkeypatch.setattr("agentspec.server_ext.requests.running._TOLD_SECONDS", 1000.0)
     rows.begin("a0", session="s")
     if not alone:
@@ -276,7 +276,7 @@ def test_a_response_ends_where_its_caller_was_told(
     said = rows.lengths["a0"] - PROMPT
     if first == "told":
         rows.engine.note_lengths({"a0": 3, "unknown": 1})
-        rows.step()  # which the engine takes because it does not know yet
+        rows.step()  # the engine takes it because it does not know of the end yet
         assert figures(rows, "a0")["tokens"] == 3
         rows.end("a0", may_be_shorter=True)
     else:
@@ -299,7 +299,7 @@ def test_a_response_ends_where_its_caller_was_told(
 def test_a_response_whose_length_nobody_tells_is_kept_whole(
     rows: Rows, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
-    """Its caller has gone."""
+    """Its caller has left."""
     monkeypatch.setattr("agentspec.server_ext.requests.running._TOLD_SECONDS", 1000.0 if closed else 0.0)
     rows.begin("a0")
     rows.step()
@@ -344,7 +344,7 @@ def test_the_next_turn_does_not_wait_for_a_length(rows: Rows, monkeypatch: pytes
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_nothing_is_finished_before_it_is_started_whatever_the_order(seconds: float) -> None:
-    """Requests of few sessions begin and end as they like, some before they were started."""
+    """Requests of few sessions begin and end at random, some before they were started."""
     random_ = np.random.default_rng(4)
     running: dict[str, RequestState] = {}
     done: list[tuple[str, str]] = []
@@ -377,7 +377,7 @@ def test_nothing_is_finished_before_it_is_started_whatever_the_order(seconds: fl
     ("few_ends", "expected"), [(False, [3, 3, 2, 2, 2] + 8 * [1]), (True, [2, 2, 2, 1, 1, 1, 1, 1, 1, 1])]
 )
 def test_a_step_finishes_an_eighth_of_what_ends(few_ends: bool, expected: list[int]) -> None:
-    """Where other work has to be done, none of the last seven."""
+    """With few_ends, an eighth is rounded down, so the last seven wait."""
     done: list[str] = []
     turnover = Turnover(lambda *_: None, lambda state, _: done.append(state.request_id))
     for number in range(20):

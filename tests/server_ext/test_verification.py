@@ -1,4 +1,4 @@
-"""Corrected and cheap verification gives what vLLM's own gives, and stays out of the way where it could not."""
+"""Test that corrected and cheap verification gives vLLM's own results, and is not used where it could not."""
 
 import functools
 import os
@@ -29,7 +29,7 @@ VOCABULARY = 50
 
 
 class Engine:
-    """What of vLLM's rejection sampler is looked at."""
+    """Hold the attributes of vLLM's rejection sampler that are read."""
 
     synthetic_mode = False
     sampler = Sampler
@@ -44,7 +44,7 @@ current_platform.import_kernels()
 
 
 def sampling(rows: int, **changes: Any) -> SamplingMetadata:
-    """Plain greedy requests."""
+    """Return the sampling metadata of plain greedy requests."""
     none = torch.zeros(rows)
     metadata = SamplingMetadata(
         temperature=None,
@@ -68,7 +68,7 @@ def sampling(rows: int, **changes: Any) -> SamplingMetadata:
 
 
 def processors() -> list[Any]:
-    """vLLM's own that may change the largest logit, without a request to serve."""
+    """Return vLLM's own processors that may change the largest logit, without a request to serve."""
     bias = LogitBiasLogitsProcessor(None, torch.device("cpu"), False)
     # The constructor wants a whole vLLM configuration.
     min_tokens = MinTokensLogitsProcessor.__new__(MinTokensLogitsProcessor)
@@ -77,7 +77,7 @@ def processors() -> list[Any]:
 
 
 def metadata_of(drafts: list[list[int]]) -> SpecDecodeMetadata:
-    """What vLLM's model runner says about the drafts of a step."""
+    """Return what vLLM's model runner says about the drafts of a step."""
     metadata = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
     ends = metadata.cu_num_sampled_tokens.tolist()
     targets = [i for end, draft in zip(ends, drafts, strict=True) for i in range(end - len(draft) - 1, end - 1)]
@@ -88,7 +88,7 @@ def metadata_of(drafts: list[list[int]]) -> SpecDecodeMetadata:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_it_accepts_what_vllm_accepts(seed: int) -> None:
-    """Drafts of 0 to 6 tokens, right up to some position."""
+    """The drafts have 0 to 6 tokens and are right up to some position."""
     luck = random.Random(seed)
     logits = torch.randn((100, VOCABULARY), generator=torch.Generator().manual_seed(seed))
     best = logits.argmax(-1).tolist()
@@ -131,14 +131,14 @@ def test_half_precision_is_compared_as_vllm_compares_it() -> None:
 
 
 class Foreign:
-    """A processor that isn't vLLM's own."""
+    """Stand in for a processor that isn't vLLM's own."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
 
 def busy(kind: str) -> Any:
-    """vLLM's processor with a request to serve."""
+    """Return vLLM's processor with a request to serve."""
     bias, min_tokens = processors()
     bias.biases = {0: {1: 2.0}}
     min_tokens.min_toks = {0: (3, [], {1}, False)}
@@ -167,11 +167,11 @@ def test_where_more_than_the_largest_logit_matters_vllm_verifies(changes: dict[s
 
 @pytest.mark.parametrize("most", [None, 2])
 def test_named_tokens_have_their_log_probabilities_at_each_position(most: int | None) -> None:
-    """Row 0 names two tokens, and its draft is accepted but for the last token. Row 1 names one, and has no draft."""
+    """Row 0 names two tokens, and its draft is accepted but for the last one. Row 1 names one, and has no draft."""
     logits = torch.randn((5, VOCABULARY), generator=torch.Generator().manual_seed(0))
     best = logits.argmax(-1)
     metadata = metadata_of([[int(best[0]), int(best[1]), (int(best[2]) + 1) % VOCABULARY], []])
-    sampler = RejectionSampler.__new__(RejectionSampler)  # the constructor wants a worker's kernels
+    sampler = RejectionSampler.__new__(RejectionSampler)  # the constructor needs a worker's kernels
     torch.nn.Module.__init__(sampler)
     sampler.sampler, sampler.is_logits_logprobs_mode = Sampler(), False
 
@@ -195,9 +195,9 @@ def test_named_tokens_have_their_log_probabilities_at_each_position(most: int | 
 
 
 def test_a_draft_counts_towards_min_tokens_at_the_token_behind_it() -> None:
-    """Both rows said 3 of at least 6 tokens. Behind a draft of 3 the response may end, behind one of 2 it may not."""
+    """Both rows have 3 of at least 6 tokens. Behind a draft of 3 the response may end, behind one of 2 it may not."""
     end = 1
-    processor = MinTokensLogitsProcessor.__new__(MinTokensLogitsProcessor)  # it wants a whole vLLM configuration
+    processor = MinTokensLogitsProcessor.__new__(MinTokensLogitsProcessor)  # the constructor needs a VllmConfig
     processor.device, processor.neg_inf_tensor = torch.device("cpu"), torch.tensor(-float("inf"))
     processor.min_toks = {row: (6, [2, 2, 2], {end}, False) for row in range(2)}
     none = torch.tensor([], dtype=torch.int32)
@@ -232,7 +232,7 @@ def faults(steps):
 print(kept, faults(20), faults(20))
 """
 NOT_CHOSEN = {name: value for name, value in os.environ.items() if name not in cpu.USERS_CHOICE}
-"""The environment, without what a user may say of freed memory."""
+"""The environment, without the variables by which a user may configure freed memory."""
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone can be told what to keep")
 

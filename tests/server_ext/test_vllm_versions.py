@@ -22,7 +22,7 @@ REJECTION_SAMPLER = "vllm/v1/sample/rejection_sampler.py"
 
 @pytest.fixture(scope="module")
 def methods() -> ModuleType:
-    """The script, as a module."""
+    """Return the script as a module."""
     spec = importlib.util.spec_from_file_location("vllm_methods", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,7 +32,7 @@ def methods() -> ModuleType:
 
 @pytest.fixture
 def copied(tmp_path: Path, methods: ModuleType) -> Path:
-    """A folder with the installed vLLM's Python files."""
+    """Return a folder with the installed vLLM's Python files."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).parent
@@ -115,7 +115,7 @@ def test_what_the_adapter_imports_was_recorded(methods: ModuleType) -> None:
 
 
 def test_methods_that_the_adapter_replaces_on_one_drafter_were_recorded(methods: ModuleType) -> None:
-    """PATCHES lists what is replaced on a class; what is replaced on one of vLLM's drafters is found here."""
+    """PATCHES lists methods replaced on a class. This test finds those replaced on one of vLLM's drafter objects."""
     _, read = methods.open_vllm(None)
     watched = set(methods.watched())
     assigned = {

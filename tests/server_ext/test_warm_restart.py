@@ -1,4 +1,4 @@
-"""A restarted server goes on with the indexes and with what it had learned."""
+"""Test that a restarted server goes on with its indexes and with what it had learned."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from tests.timing import assert_fast, beside, cpu
 
 
 def test_a_restart_goes_on_as_if_it_had_not_happened(tmp_path: Path) -> None:
-    """With what was learned, the note, and the turns that were stored after the snapshot."""
+    """It has what was learned, the note, and the turns that were stored after the snapshot."""
     path, never_stopped = tmp_path / "snapshot", make()
     keeper = keep(path, never_stopped, note=b"prices")
     for record in range(1, 21):
@@ -66,7 +66,7 @@ def test_steps_run_while_it_is_saved(tmp_path: Path) -> None:
 
 
 def test_no_step_waits_long_for_a_save(tmp_path: Path, clock_on: None) -> None:
-    """The lock is held for a piece of a millisecond: so long the saving thread works while a step waits."""
+    """The saving thread holds the lock for a fraction of a millisecond, so a step waits no longer."""
     cache = make()
     for record in range(1, 120):
         cache.restore(FinishedTurn("t", f"s{record % 5}", 0, text(20), text(8000), writer="w", number=record))
@@ -88,7 +88,7 @@ def test_it_saves_now_and_then_and_at_the_end_and_within_its_limit(tmp_path: Pat
     keeper.wait_loaded()
     converse([cache], 1)
     time.sleep(0.15)
-    assert not path.exists()  # not before it was started
+    assert not path.exists()  # no save comes before the start
     keeper.start()
     deadline = time.monotonic() + 180
     while not path.exists() and time.monotonic() < deadline:
@@ -104,7 +104,7 @@ def test_it_saves_now_and_then_and_at_the_end_and_within_its_limit(tmp_path: Pat
 
 
 def test_a_large_cache_is_loaded_in_a_fraction_of_the_time_that_indexing_it_takes(tmp_path: Path) -> None:
-    """Some .2 s of CPU time for a million tokens, while vLLM loads its weights."""
+    """Loading takes some .2 s of CPU time for a million tokens, while vLLM loads its weights."""
     cache = make()
     for record in range(1, 101):
         cache.restore(

@@ -1,4 +1,4 @@
-"""New weights are noticed wherever they are loaded into the served model."""
+"""Test that new weights are noticed wherever they are loaded into the served model."""
 
 from typing import Any
 

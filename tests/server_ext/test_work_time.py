@@ -1,4 +1,4 @@
-"""The CPU time that a step has for work beside drafting: what is done in it, and what waits."""
+"""Test the CPU time of a step for work beside drafting: what is done in it, and what waits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ def test_stored_turns_are_applied_once_in_a_step_and_wait_for_one_at_most(
     monkeypatch.setattr(persistence, "has_loaded_of", lambda _: True)
     monkeypatch.setattr(persistence, "apply_loaded", applied.append)
     rows.begin_first("r1")
-    assert len(applied) == 1  # in front of the start, for a part of the step's time
+    assert len(applied) == 1  # applied before the start, in a part of the step's time
     rows.step()
     assert len(applied) == 1
     rows.step()
@@ -61,7 +61,7 @@ class Clock:
     thread_time_ns = perf_counter_ns
 
     def taking(self, call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        """Let a call take so much time."""
+        """Make a call take `seconds`."""
 
         def slowly(*args: Any, **names: Any) -> Any:
             self.now += seconds
