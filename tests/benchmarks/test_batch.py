@@ -1,4 +1,4 @@
-"""The simulated server: step times from published figures, whose turn it is, and what a step verifies."""
+"""Test the simulated server: step times from published figures, the order of turns, and what a step verifies."""
 
 from collections.abc import Sequence
 from pathlib import Path

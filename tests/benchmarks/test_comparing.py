@@ -1,4 +1,4 @@
-"""The comparing benchmarks: what they count, what they print, and errors that name the remedy."""
+"""Test the benchmarks that compare drafters: what they count and print, and errors that name the remedy."""
 
 import json
 import re
@@ -112,7 +112,7 @@ def test_recordings_of_other_names_are_named_where_the_default_ones_are_missing(
 
 
 def _record_with(traces: Path, workload: str, *records: str) -> None:
-    """Let load.py yield these records, which are written in Python."""
+    """Let load.py yield these records, which are Python source."""
     trace_files._module.cache_clear()
     (traces / "load.py").write_text(f"def tokens(name):\n    return [{', '.join(records)}]\n")
 
@@ -167,7 +167,7 @@ def test_a_call_without_a_response_says_nothing_to_the_peer(
 
 
 class _Cache:
-    """Drafts what followed the last token earlier in the response: three tokens of 7, 8, 9, 7, …"""
+    """Draft what followed the last token earlier in the response: three tokens of 7, 8, 9, 7, …"""
 
     def __init__(self, max_tree_depth: int) -> None:
         self.held: dict[int, list[int]] = {}
@@ -189,7 +189,7 @@ class _Cache:
 
 
 class _ListingCache(_Cache):
-    """Lists what requests have said."""
+    """Record what requests have said."""
 
     ended: ClassVar[list[list[int]]] = []
 

@@ -1,4 +1,4 @@
-"""The replay of commits: every form of an edit, what quoting brings, and the folder for the other benchmarks."""
+"""Test the replay of commits: every form of an edit, what quoting gains, and the folder for the other benchmarks."""
 
 import json
 import re

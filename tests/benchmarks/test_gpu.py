@@ -1,4 +1,4 @@
-"""The calls and figures of benchmarks/gpu.py."""
+"""Test the calls and figures of benchmarks/gpu.py."""
 
 import argparse
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_batch_sizes_have_token_ids_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert {call.session for call in one}.isdisjoint(call.session for call in eight)
     for call in (*one, *eight):
         assert call.prompt.dtype == np.int32 and call.prompt.max() < trace_files.VOCABULARY
-        assert call.prompt[0] == call.prompt[2] != call.prompt[1] == call.prompt[3]  # what repeated still repeats
+        assert call.prompt[0] == call.prompt[2] != call.prompt[1] == call.prompt[3]  # repeats are kept
 
 
 def test_a_workload_without_short_prompts_is_named(

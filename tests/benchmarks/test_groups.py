@@ -1,4 +1,4 @@
-"""The count of steps with groups that are named, found by their prompts, and absent."""
+"""Test the count of steps with named groups, groups found by prompts, and none."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ratios of the hybrid benchmark, and the rival's rule that it runs."""
+"""Test the ratios of the hybrid benchmark, and TensorRT-LLM's rule that it runs."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from agentspec.testing.replay import ReplayError, ReplayResult
 
 
 def measured(seconds: list[float], steps: int = 50) -> ReplayResult:
-    """Return the figures of a method that took so long in each turn."""
+    """Return the figures of a method that took `seconds` in its turns."""
     turns = tuple((33, duration) for duration in seconds)
     return ReplayResult(tokens=33 * len(seconds), steps=steps, seconds=sum(seconds), turns=turns)
 

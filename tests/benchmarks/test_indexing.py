@@ -1,4 +1,4 @@
-"""The replay of sessions in steps of a given length, with and without the thread that indexes."""
+"""Test the replay of sessions in steps of a given length, with and without the thread that indexes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The plots in docs/ are what plot.py makes of the committed results."""
+"""Test that the plots in docs/ are what plot.py draws from the committed results."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The benchmarks on replay engines: what they start, the rows that they print, and errors that name the remedy."""
+"""Test the benchmarks on replay engines: what they start, the rows that they print, and errors that name the remedy."""
 
 import argparse
 from dataclasses import replace
@@ -64,7 +64,7 @@ def test_a_drafter_of_vllms_runs_alone_or_beside_agentspec() -> None:
 
 
 def played(seconds: float, steps: int) -> ReplayResult:
-    """Return the figures of a method that took so long in each of three turns."""
+    """Return the figures of a method that took `seconds` in each of three turns."""
     return ReplayResult(tokens=300, steps=steps, seconds=3 * seconds, turns=3 * ((100, seconds),))
 
 

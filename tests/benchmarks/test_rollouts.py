@@ -1,4 +1,4 @@
-"""The benchmark of rollouts: which samples an epoch has, and what is compared with a target."""
+"""Test the benchmark of rollouts: which samples an epoch has, and what is compared with a target."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The benchmarks of several replicas: what is shared is drafted from, what is apart is not, and all is played."""
+"""Test the benchmarks of several replicas: they draft from shared text only, and play every request."""
 
 import threading
 import time
@@ -79,6 +79,6 @@ def test_a_delay_is_measured_from_one_replica_to_another(tmp_path: Path) -> None
     said = one.say(text)
     listening.join()
     assert heard[0] is not None and heard[0] > said - 0.01
-    assert one.listen(text[1:], 8, 0.1) is not None  # it said it itself
+    assert one.listen(text[1:], 8, 0.1) is not None  # its own text
     for replica in (one, other):
         replica.close()

@@ -1,4 +1,4 @@
-"""Three minutes of the soak run, and what it would notice."""
+"""Run three minutes of the soak, and test what it would notice."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ OPTIONS = argparse.Namespace(max_bytes=1_000_000, store_bytes=8_000_000, times=1
 
 
 def kept_promises() -> soak.Run:
-    """What a run measures on a server that keeps its promises."""
+    """Return what a run measures on a server that keeps its promises."""
     sample = {"resident_bytes": 1e9, "cache_bytes": 1e6, "store_bytes": 8e6}
     said = Said(tokens=1_000_000, drafts=[(float(second), 3.0) for second in range(40)])
     histogram = {"bounds": [0.0005, 0.001, 0.01], "counts": [10, 1, 0, 0]}
@@ -118,8 +118,8 @@ def test_three_minutes(capsys: pytest.CaptureFixture[str]) -> None:
     stalls = 0
     for store in ("redis", "sqlite"):
         broken.pop((store, "records that retention has removed"), None)  # a store's least limit takes eight minutes
-        # Two cores with other work on them stretch CPU times, and some machines those of all steps; two thousand steps
-        # may have a few that took 1 ms and three times the usual.
+        # Other work on two cores makes CPU times longer. Of two thousand steps, a few may take over 1 ms and three
+        # times the usual.
         broken.pop((store, "steps with more than 1 ms of work beside drafting"), None)
         stalls += broken.pop((store, "of these, steps with more than 3 times the usual work"), 0)
     assert stalls <= 20

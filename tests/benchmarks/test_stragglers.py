@@ -1,4 +1,4 @@
-"""The count of what a rule for the last rows of a batch would bring."""
+"""Test the count of what a rule for the last rows of a batch would gain."""
 
 import json
 from pathlib import Path

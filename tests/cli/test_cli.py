@@ -1,4 +1,4 @@
-"""The program as users call it: bad input is one line that names the option and the remedy, with exit status 2."""
+"""Test the program as users call it: bad input gives one line that names option and remedy, and exit status 2."""
 
 import errno
 import inspect
@@ -21,7 +21,7 @@ from agentspec.server_ext.vllm_adapter.launch import OPTIONS, missing_folder
 
 
 class Program:
-    """The command line, run in this process."""
+    """Run the command line in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch, self._capsys = monkeypatch, capsys
@@ -31,7 +31,7 @@ class Program:
             monkeypatch.setenv(variable, "")
 
     def __call__(self, *arguments: str) -> tuple[int, str]:
-        """Exit status, and everything printed."""
+        """Return the exit status, and everything printed."""
         self._monkeypatch.setattr(sys, "argv", ["agentspec", *arguments])
         with pytest.raises(SystemExit) as end:
             main()
@@ -41,7 +41,7 @@ class Program:
 
 @pytest.fixture
 def agentspec(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
-    """Call it with arguments."""
+    """Return the program, to be called with arguments."""
     return Program(monkeypatch, capsys)
 
 
@@ -76,7 +76,7 @@ def test_a_store_file_of_another_kind_is_named_and_left_alone(agentspec: Program
 def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_does(
     agentspec: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a full disk, where the folder is writable and the file cannot be made."""
+    """On a full disk, for example, the folder is writable but the file cannot be created."""
 
     def full(url: str, **_: object) -> None:
         raise StoreUnavailableError(f"{url}: database or disk is full")
@@ -103,7 +103,7 @@ def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_d
 def test_a_named_store_that_can_only_be_read_starts_no_server(
     agentspec: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All its turns would wait, and be lost at the end."""
+    """Otherwise all its turns would wait, and be lost at the end."""
     url = f"sqlite:///{tmp_path}/named.db"
     open_store(url).close()
     allowed = os.access
@@ -173,7 +173,7 @@ NO_SUCH_METHOD = NotImplementedError("Unsupported speculative method: 'mtp'")
         TypeError("LLM got an unexpected keyword"),
         OSError("m is no model\nmore"),
         NO_SUCH_METHOD,
-        RuntimeError("Engine core initialization failed. See root cause above."),  # as where memory is short
+        RuntimeError("Engine core initialization failed. See root cause above."),  # as when memory is short
     ],
 )
 def test_what_vllm_refuses_of_a_rollout_is_one_line(
@@ -262,7 +262,7 @@ def test_the_list_of_serves_options_is_complete() -> None:
 
 
 class TestOptionsBeforeTheModel:
-    """vLLM takes them there, too, and its file of options may name the model."""
+    """Test options before the model. vLLM takes them there, too, and its file of options may name the model."""
 
     SETTINGS = '{"agentspec": {"scope": "none"}}'
     METHOD = '{"method": "ngram", "num_speculative_tokens": 3}'
@@ -309,7 +309,7 @@ def test_the_field_of_a_wrong_option_is_quoted() -> None:
 def test_the_store_of_a_rollout_is_not_in_what_vllm_prints(
     agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its URL may hold a password. The option wins over the environment, as with serve."""
+    """The store's URL may hold a password. The option wins over the environment, as with serve."""
     given: dict[str, object] = {}
 
     def refuse(_: str, **options: object) -> None:
@@ -326,7 +326,7 @@ def test_the_store_of_a_rollout_is_not_in_what_vllm_prints(
 def test_a_plain_rollout_asks_vllm_for_nothing_of_drafts(
     agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM refuses figures of drafts where there are none, and AGENTSPEC=1 would switch drafts on."""
+    """vLLM refuses to report figures of drafts without drafts, and AGENTSPEC=1 would switch drafts on."""
     given: dict[str, object] = {}
 
     def refuse(_: str, **options: object) -> None:

@@ -1,4 +1,4 @@
-"""Servers that tests and the demo start: their command, by what the machine has, and the wait for their answer."""
+"""Test the servers that tests and the demo start: their command on this machine, and the wait for their answer."""
 
 import sys
 import tempfile
@@ -18,7 +18,7 @@ for answer in (b"no HTTP\\r\\n\\r\\n", b"HTTP/1.0 200 OK\\r\\n\\r\\n"):
     call.close()
 time.sleep(600)
 """
-"""A program that answers one call with what is no HTTP, and the next one as a server that is ready."""
+"""A program that answers one call with something that is no HTTP, and the next one as a ready server."""
 
 torch = pytest.importorskip("torch")
 
@@ -44,7 +44,7 @@ def test_it_waits_where_something_else_answers_at_first(monkeypatch: pytest.Monk
 
 
 def test_a_server_that_is_never_launched_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its log's folder is made at the launch, for this user alone, and by each server for itself."""
+    """Each server makes its log's folder at the launch, for this user only."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     servers = [ModelServer("model") for _ in range(2)]
     assert list(tmp_path.iterdir()) == [] and servers[0].log != servers[1].log

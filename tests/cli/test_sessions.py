@@ -1,4 +1,4 @@
-"""``agentspec sessions`` against a server's real routes and store: what is printed, and errors that name the remedy."""
+"""Test ``agentspec sessions`` on a server's real routes and store: what is printed, and errors that name the remedy."""
 
 import json
 import socket
@@ -32,7 +32,7 @@ Sessions = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def server(start: Start) -> Server:
-    """A server that checks two keys and holds a session of each."""
+    """Return a server that checks two keys and holds a session of each."""
     server = start(ADA, BOB, engines=1)
     server.say(server.identity(ADA, "fix-42"))
     server.say(server.identity(BOB, "bobs"), list(range(700, 760)))
@@ -41,7 +41,7 @@ def server(start: Start) -> Server:
 
 @pytest.fixture
 def sessions(agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch) -> Sessions:
-    """Calls ``agentspec sessions`` as the caller with a key."""
+    """Return a function that calls ``agentspec sessions`` as the caller with a key."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def client(base_url: str, headers: dict[str, str], timeout: float) -> Any:
@@ -71,7 +71,7 @@ def test_a_list_shows_the_callers_sessions(sessions: Sessions, server: Server) -
 def test_a_list_is_as_long_as_it_is_asked_for(
     sessions: Sessions, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server lists 1,000 in one answer."""
+    """A server lists at most 1,000 sessions in one answer."""
     monkeypatch.setattr(session_routes, "_LONGEST_LIST", 2)
     names = [f"session-{number}" for number in range(5)]
     for name in names:
@@ -129,7 +129,7 @@ def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_p
 
 
 def test_an_export_may_take_minutes(sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a session of 350,000 turns the first byte comes after two."""
+    """The first byte of a session of 350,000 turns comes after two minutes."""
     client, waits = httpx.Client, list[float]()
 
     def noted(base_url: str, headers: Any, timeout: float) -> Any:
@@ -143,7 +143,7 @@ def test_an_export_may_take_minutes(sessions: Sessions, tmp_path: Path, monkeypa
 
 @pytest.fixture
 def long_file(sessions: Sessions, server: Server, tmp_path: Path) -> Path:
-    """The export of ADA's session "long", of seven turns."""
+    """Return the export of ADA's session "long", of seven turns."""
     for number in range(7):
         server.say(server.identity(ADA, "long"), [*TEXT, number])
     file = tmp_path / "long.json"
@@ -157,7 +157,7 @@ def long_file(sessions: Sessions, server: Server, tmp_path: Path) -> Path:
 def test_a_long_file_that_lacks_fields_is_refused_by_them(
     sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any], field: str
 ) -> None:
-    """It was said to be no JSON, and one without turns was taken."""
+    """It must not be called no JSON, nor accepted without turns."""
     monkeypatch.setattr("agentspec.cli.sessions._PART_BYTES", 4)
     file = tmp_path / "some.json"
     file.write_text(json.dumps(content))
@@ -275,7 +275,7 @@ def test_a_certificate_that_is_not_trusted_is_refused_with_the_remedy(
     refused = "self-signed certificate"
 
     def greet(server: socket.socket) -> None:
-        with suppress(OSError):  # the client hangs up: at once, or where an answer should come
+        with suppress(OSError):  # the client hangs up, at once or when it expects an answer
             context.wrap_socket(server.accept()[0], server_side=True).close()
 
     for trusted in (False, True):
@@ -311,7 +311,7 @@ def test_a_header_that_cannot_be_sent_is_named_without_the_key(
 def test_a_header_loses_the_spaces_that_a_server_drops_and_no_others(
     agentspec: Program, monkeypatch: pytest.MonkeyPatch, typed: str, sent: bytes
 ) -> None:
-    """Else two names that a gateway tells apart would be one here."""
+    """Otherwise two names that a gateway tells apart would be one here."""
     made = httpx.Client
     seen: list[bytes] = []
 
@@ -336,7 +336,7 @@ def test_a_header_loses_the_spaces_that_a_server_drops_and_no_others(
 def test_what_another_server_answers_is_no_success(
     agentspec: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: httpx.Response
 ) -> None:
-    """A gateway that wants a login sends every request on; nothing was erased then."""
+    """A gateway that wants a login redirects every request, so nothing was erased."""
     made = httpx.Client
     transport = httpx.MockTransport(lambda request: answer)
     monkeypatch.setattr(httpx, "Client", lambda **options: made(**options, transport=transport))
@@ -379,7 +379,7 @@ def test_an_old_store_is_converted(agentspec: Program, tmp_path: Path) -> None:
     again, printed = agentspec("sessions", "convert", f"sqlite:///{file}")
     assert again == 2 and "Traceback" not in printed
     status, printed = agentspec("sessions", "convert", f"sqlite:///{file}", "--model", "demo/model")
-    assert status == 2 and "name them as the server did" in printed  # its log is another model's
+    assert status == 2 and "name them as the server did" in printed  # the log is another model's
 
 
 def test_a_servers_turns_are_moved_to_their_tenants_logs(agentspec: Program, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`agentspec simulate` as users call it: a table or one JSON object on stdout, everything else on stderr."""
+"""Test `agentspec simulate` as users call it: a table or one JSON object on stdout, everything else on stderr."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from agentspec.cli import main
 
 
 class Program:
-    """The command, run in this process."""
+    """Run the command in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch, self._capsys = monkeypatch, capsys
 
     def __call__(self, *arguments: str) -> tuple[int, str, str]:
-        """Exit status, stdout and stderr."""
+        """Return the exit status, stdout and stderr."""
         self._monkeypatch.setattr(sys, "argv", ["agentspec", "simulate", *arguments])
         with pytest.raises(SystemExit) as end:
             main()
@@ -29,13 +29,13 @@ class Program:
 
 @pytest.fixture
 def simulate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
-    """Call it with the arguments of `agentspec simulate`."""
+    """Return the command, to be called with its arguments."""
     return Program(monkeypatch, capsys)
 
 
 @pytest.fixture
 def conversations(tmp_path: Path) -> Path:
-    """Two sessions that give the same answer, the first of them twice."""
+    """Return a file of two sessions with the same answer, which the first gives twice."""
     random = np.random.default_rng(1)
     answer = random.integers(0, 32_000, 80).tolist()
     turns = [
@@ -76,7 +76,7 @@ def test_json_is_one_object_and_nothing_else(simulate: Program, conversations: P
 
 def test_sessions_help_each_other_unless_the_scope_is_narrowed(simulate: Program, conversations: Path) -> None:
     def run(*options: str) -> dict[str, Any]:
-        """The figures that do not depend on time."""
+        """Return the figures that do not depend on time."""
         figures: dict[str, Any] = json.loads(simulate(str(conversations), "--json", *options)[1])
         return {name: value for name, value in figures.items() if not name.endswith("_us")}
 

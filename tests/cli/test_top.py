@@ -1,4 +1,4 @@
-"""``agentspec top`` against a server's real routes: figures, rates, sessions, and what it says where it can't."""
+"""Test ``agentspec top`` on a server's real routes: figures, rates, sessions, and its errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server(start: Start) -> Server:
 
 @pytest.fixture
 def top(agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch) -> Top:
-    """Calls ``agentspec top --once`` as the caller with a key; between its two looks somebody speaks."""
+    """Return a function that calls ``agentspec top --once`` with a key. Between its two samples a request runs."""
     answer_calls(monkeypatch, server)
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: server.say(server.identity(ADA, "another")))
     monkeypatch.setattr("agentspec.cli.top.time", clock)
@@ -50,7 +50,7 @@ def top(agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def answer_calls(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-    """Let this server answer what the program asks over HTTP."""
+    """Let this server answer the program's HTTP calls."""
 
     def client(base_url: str, headers: dict[str, str], timeout: float) -> Any:
         return TestClient(server.http.app, base_url=base_url, headers=headers)
@@ -60,7 +60,7 @@ def answer_calls(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
 
 
 def row(printed: str, name: str) -> list[str]:
-    """The cells of a row behind its name."""
+    """Return the cells of a row behind its name."""
     (line,) = (line for line in printed.splitlines() if line.strip().startswith(f"{name} "))
     return line.strip().removeprefix(name).split()
 
@@ -226,7 +226,7 @@ def test_an_answer_of_another_form_is_told_in_a_line(
 def test_it_shows_as_many_sessions_as_it_is_asked_for(
     agentspec: Program, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """A server's answer has more where several sessions were stored at the same moment, as a batch of turns is."""
+    """A server's answer has more sessions if several were stored at the same moment, as in one batch."""
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("/stats"):
@@ -308,7 +308,7 @@ def test_rates_are_blank_after_a_restart() -> None:
 
 
 def test_a_rate_is_blank_where_the_sample_before_lacks_the_counter() -> None:
-    """All tokens since the server's start were shown as those of one interval."""
+    """Otherwise all tokens since the server's start would be shown as those of one interval."""
     now = sample(12.0, 300, 80)
     now.totals["generated"] = 1_000_000
     out = io.StringIO()

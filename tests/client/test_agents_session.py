@@ -1,4 +1,4 @@
-"""AsyncSession as a session of openai-agents: the protocol, and its Runner on a server."""
+"""Test AsyncSession as a session of openai-agents: the protocol, and its Runner on a server."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_items_come_back_as_they_were(server: FakeServer, tmp_path: Path) 
 
 
 async def test_a_tools_image_comes_back_as_it_was(server: FakeServer) -> None:
-    """A Runner that goes on would otherwise send the model the image as the text of a Python list."""
+    """Otherwise a Runner would later send the model the image as the text of a Python list."""
     parts = [
         {"type": "input_text", "text": "the plot"},
         {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"},
@@ -133,7 +133,7 @@ async def test_an_item_that_the_store_cannot_take_back_stays(server: FakeServer)
 
 
 async def test_an_item_is_taken_back_though_the_answer_of_the_store_was_lost(server: FakeServer) -> None:
-    """It stayed here, and what followed was a conflict with another client, of which there was none."""
+    """If the item stayed here, the next turn would be a conflict with another client that doesn't exist."""
 
     class Forgetful(FailingStore):
         def append(self, *args: Any, **options: Any) -> Any:

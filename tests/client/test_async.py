@@ -1,4 +1,4 @@
-"""The async twins: the same surface and the same rules."""
+"""Test the async twins: they have the same methods and the same rules."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ async def test_a_stream_left_early_frees_the_session_at_once(server: FakeServer)
         with pytest.raises(SessionBusyError):
             await session.chat("six")
         del kept
-        async with session.stream("seven") as stream:  # the stream before it ends now, and does not free the session
+        async with session.stream("seven") as stream:  # the earlier stream ends now, and must not free the session
             await asyncio.sleep(0.1)
             with pytest.raises(SessionBusyError):
                 await session.chat("eight")
@@ -171,7 +171,7 @@ async def test_failures_leave_the_history_and_retries_are_openais(server: FakeSe
 
 
 def test_a_client_is_refused_in_another_event_loop(server: FakeServer) -> None:
-    """Every second call ended in "Event loop is closed", by a connection of the loop before."""
+    """Otherwise calls would fail with "Event loop is closed", by a connection of the earlier loop."""
     client = connect(server)
     session = client.session("s")
     assert asyncio.run(session.chat("one")).text == "answer 1"

@@ -1,4 +1,4 @@
-"""clear() erases what a session has left on the server, also when its object is gone, and until nothing is left."""
+"""Test that clear() erases all that a session has left on the server, even after its object is gone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_clear_erases_the_servers_copy_too(server: FakeServer) -> None:
 
 
 def test_clear_erases_the_sessions_of_all_cache_salts(server: FakeServer) -> None:
-    """Each salt makes another session of the same id on the server."""
+    """On the server, each salt makes another session of the same id."""
     with connect(server, "memory://") as client:
         session = client.session("s")
         session.chat("one", extra_body={"cache_salt": "mine"})

@@ -1,4 +1,4 @@
-"""The examples for agents, as a user starts them, against a server that says what each needs."""
+"""Run the examples for agents as a user does, on a server that gives the answers that each needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions that come from others: children and forks, and how servers and gateways are told of them."""
+"""Test children and forks of sessions, and how servers and gateways are told of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""session.forecast(): what speculation would bring, on any server, beside what it brought."""
+"""Test session.forecast(): what speculation would gain on any server, beside what it gained."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_remembered_texts_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_call_waits_for_no_forecast_and_makes_none() -> None:
-    """Neither is tokenised in a call, nor does a call wait while another thread forecasts."""
+    """A call tokenises nothing, and does not wait while another thread forecasts."""
     begun, go_on = threading.Event(), threading.Event()
 
     def tokenize(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""docs/sdk.md: its code runs as it is written, each block after the ones before it."""
+"""Run the code of docs/sdk.md as it is written, each block after the earlier ones."""
 
 from __future__ import annotations
 

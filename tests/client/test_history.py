@@ -1,4 +1,4 @@
-"""A session's history is never silently lost: stores that are away or slow, and gaps."""
+"""Test that a session's history is never silently lost: stores that are away or slow, and gaps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_resuming_while_the_store_is_away_sends_nothing(
                 with pytest.raises(error, match=r"nothing was sent.*on_unavailable"):
                     use()
         assert len(server.chats) == 1
-        session.chat("two")  # the session is none the worse for it
+        session.chat("two")  # the session goes on as before
         assert contents(session) == ["one", "answer 1", "two", "answer 2"]
 
 
@@ -109,7 +109,7 @@ def test_a_session_is_not_resumed_before_this_process_has_written_it(
 ) -> None:
     store = FailingStore("append")
     with connect(server, store) as client:
-        client.session("s").chat("one")  # nobody holds this session any more
+        client.session("s").chat("one")  # no object of this session is left
         with monkeypatch.context() as patch, pytest.raises(StoreUnavailableError, match="wait to be written"):
             patch.setattr("agentspec.client.store_log.FLUSH_TIMEOUT_S", 0.2)
             client.session("s").chat("two")
@@ -154,7 +154,7 @@ def test_what_overflows_is_lost_and_the_gap_is_marked(caplog: pytest.LogCaptureF
     positions = [position for position, _ in read_session(store, "s").history]
     assert positions[:2] == [0, 1]
     gaps = [(last, first) for last, first in pairwise(positions) if first > last + 1]
-    assert len(gaps) == 1 and positions[-1] == 32  # what is on its way when the store fails may stand in front
+    assert len(gaps) == 1 and positions[-1] == 32  # turns under way when the store fails may come first
     assert 10 < gaps[0][1] < 33
     warnings = [record.getMessage() for record in caplog.records]
     assert sum("their sessions will show gaps" in warning for warning in warnings) == 1
@@ -162,7 +162,7 @@ def test_what_overflows_is_lost_and_the_gap_is_marked(caplog: pytest.LogCaptureF
 
 @pytest.fixture
 def with_gaps() -> Store:
-    """A session of positions 2, 3 and 6."""
+    """Return a store whose session has positions 2, 3 and 6."""
     store = open_store("memory://")
     outbox = Outbox(lambda: store)
     view = ClientView("s")
@@ -220,7 +220,7 @@ def test_a_record_that_a_store_brings_back_is_read_once(tmp_path: Path) -> None:
 def test_what_is_added_before_a_session_is_read_is_stored_behind_it(
     server: FakeServer, tmp_path: Path, end: str
 ) -> None:
-    """Nobody holds the session meanwhile."""
+    """No object of the session exists meanwhile."""
     url = f"sqlite:///{tmp_path}/sessions.db"
     with connect(server, url) as client:
         client.session("old").chat("one")

@@ -1,4 +1,4 @@
-"""Calls of loops: who may use the session meanwhile, how long they take, and what their answers look like."""
+"""Test calls of loops: who may use the session meanwhile, how long they take, and what their answers look like."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TestASessionWhoseToolsRun:
 
 
 class TestABudgetOfSeconds:
-    """Without one, and with one that is far away, a call has the same timeout and the same retries."""
+    """Test budgets of seconds. With a large one, a call has the same timeout and retries as without."""
 
     @pytest.mark.parametrize("timeout", [0.3, openai.Timeout(5.0, read=0.3)])
     @pytest.mark.parametrize("of_client", [True, False])

@@ -1,4 +1,4 @@
-"""Loops that end early, and functions that return awaitables: the session stays usable."""
+"""Test that a session stays usable after loops that end early and functions that return awaitables."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ asyncio.run(main())
 
 class TestEndingEarly:
     def test_an_interrupted_program_does_not_wait_for_the_model(self) -> None:
-        """It went on until all of its calls were answered."""
+        """Otherwise it would go on until all of its calls were answered."""
         with socket.create_server(("127.0.0.1", 0)) as silent:
             url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
             command = [sys.executable, "-c", INTERRUPTED, url]
@@ -63,7 +63,7 @@ class TestEndingEarly:
 
     @pytest.mark.parametrize(("how", "said"), [("interrupted", "KeyboardInterrupt"), ("spent", "seconds")])
     def test_an_asyncio_program_does_not_wait_for_a_function(self, how: str, said: str, server: FakeServer) -> None:
-        """Python joined the function's thread, so the program never ended."""
+        """If Python joined the function's thread, the program would never end."""
         command = [sys.executable, "-c", HANGING, server.url, how]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert (ended.stdout + ended.stderr).splitlines()[-1] == said
@@ -216,7 +216,7 @@ def test_both_clients_have_the_same_loops() -> None:
 
 
 def test_no_call_begins_once_the_loop_has_ended() -> None:
-    """A thread that outlives its loop, such as one in a tool, would spend what nobody counts any more."""
+    """A thread that outlives its loop, such as a tool's, would spend tokens that are no longer counted."""
     told: list[Progress] = []
     account = Account(Budget(requests=5), told.append, None, {})
     account.record(Attempt("attempt 1", account.begin({}).number))

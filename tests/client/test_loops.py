@@ -1,4 +1,4 @@
-"""Loops: what they keep, and what they may spend."""
+"""Test loops: what they keep, and what they may spend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .loop_runs import release, short
 
 
 class Number(pydantic.BaseModel):
-    """An answer that the fake server never gives."""
+    """Describe an answer that the fake server never gives."""
 
     value: int
 
@@ -70,7 +70,7 @@ class TestRefine:
         assert result.attempts[0].reply is not None and str(result.attempts[0].error).startswith("critic: ")
 
     def test_a_critic_that_exits_ends_no_program(self, run: Any) -> None:
-        """It may run what the model wrote."""
+        """A critic may run what the model wrote."""
 
         def critic(answer: Reply) -> str | None:
             exec("raise SystemExit(3)")
@@ -108,7 +108,7 @@ class TestBudget:
         assert server.chats[0].body["max_tokens"] == 4 and "max_completion_tokens" not in server.chats[0].body
 
     def test_of_tokens_limits_both_options_of_a_call_that_has_two(self, run: Any, server: FakeServer) -> None:
-        """A stage may name one and the pipeline the other. vLLM obeys max_completion_tokens then."""
+        """A stage may name one and the pipeline the other; then vLLM obeys max_completion_tokens."""
         stages = [Stage("plan", "Plan:", options={"max_tokens": 6})]
         run("pipeline", "a game", stages, budget=Budget(tokens=8), max_completion_tokens=500)
         body = server.chats[0].body
@@ -135,7 +135,7 @@ class TestBudget:
         assert result.stopped == "tokens" and len(server.chats) == 3
 
     def test_of_tokens_counts_answers_that_do_not_fit(self, run: Any, server: FakeServer) -> None:
-        """They were generated; what was refused was not."""
+        """Such answers were generated, unlike refused ones."""
         server.failures = [400]
         result, _ = run(
             "best_of", "count", 5, lambda reply: 1.0, budget=Budget(tokens=50), at_once=1, response_format=Number

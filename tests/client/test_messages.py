@@ -1,4 +1,4 @@
-"""What a session takes as a message, and answers that servers give: each leaves the session usable."""
+"""Test messages that a session accepts or refuses, and odd answers of servers: the session stays usable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_text_that_is_not_utf_8_is_refused_before_the_session_has_it(server: Fak
 
 @pytest.mark.parametrize("value", [b"text", {"a", "b"}, float("nan"), Path("notes.txt"), object()])
 def test_what_json_cannot_carry_is_refused_before_the_session_has_it(server: FakeServer, value: object) -> None:
-    """It was said and lost: no store could hold it."""
+    """Otherwise it would be sent, and lost, as no store can hold it."""
     with connect(server) as client:
         session = client.session("s")
         for content in (value, [{"type": "text", "text": value}]):
@@ -84,7 +84,7 @@ def test_many_open_tool_calls_are_named_in_part(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("store", [None, "auto"])
 def test_a_tools_answer_to_no_call_leaves_the_session_usable(server: FakeServer, store: Any) -> None:
-    """It became part of the history, which the API then refused at every call."""
+    """If it became part of the history, the API would refuse every later call."""
     call = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     with connect(server, store=store) as client:
         session = client.session("s")
@@ -107,7 +107,7 @@ def test_a_tools_answer_to_no_call_leaves_the_session_usable(server: FakeServer,
         assert session.chat().text == "answer 3"
         server.answers = [{"tool_calls": [call]}]  # some servers number the calls of each answer anew
         session.chat("three")
-    if store is not None:  # what the session said in an earlier process is not known before it is read
+    if store is not None:  # in a new process, the earlier turns must be read first
         with connect(server, store=store) as client:
             session = client.session("s")
             session.tool_result("call-1", "done")
@@ -116,7 +116,7 @@ def test_a_tools_answer_to_no_call_leaves_the_session_usable(server: FakeServer,
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_answer_with_halves_of_characters_leaves_the_session_usable(server: FakeServer, streamed: bool) -> None:
-    """Some gateways divide a character between two chunks."""
+    """Some gateways split a character between two chunks."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\udce9"}'}}
     server.answers = [{"role": "assistant", "content": "\ud83d" + "\ude00 \ud83d", "tool_calls": [call]}]
     with connect(server) as client:

@@ -1,4 +1,4 @@
-"""Servers that leave out what OpenAI's API has: the answer is taken if it can be, or an error says what is wrong."""
+"""Test servers that leave out parts of OpenAI's API: the answer is used if possible, or an error says what is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def client(plain_server: FakeServer) -> AgentClient:
 
 
 def answer_with(server: FakeServer, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    """Let the server send this, or its usual answer with these fields."""
+    """Let the server send this answer, or its usual one with these fields."""
     usual = server.answer
     monkeypatch.setattr(server, "answer", lambda number: usual(number) | answer if isinstance(answer, dict) else answer)
 

@@ -1,4 +1,4 @@
-"""What waits to be stored: what the limit drops, and that it shows."""
+"""Test turns that wait to be stored: what the limit drops, and that this is reported."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_is_dropped_is_the_oldest_of_who_has_most_and_the_gap_shows_at_the_
 
 
 def test_a_turn_whose_answer_was_lost_is_sent_again_as_it_was() -> None:
-    """Dropped in part, it would be taken for another client's, which would cost the session all that waits."""
+    """Dropped in part, it would count as another client's, and the session would lose all that waits."""
 
     class Deaf(FailingStore):
         def append(self, *arguments: Any, **options: Any) -> Any:
@@ -86,7 +86,7 @@ def test_a_turn_whose_answer_was_lost_is_sent_again_as_it_was() -> None:
 
 
 def test_a_session_that_the_store_refuses_costs_no_other_one_its_turns(caplog: pytest.LogCaptureFixture) -> None:
-    """As one whose key on Redis holds something else, or whose pages in the SQLite file are damaged."""
+    """Its key on Redis may hold something else, or its pages in the SQLite file may be damaged."""
 
     class Picky(FailingStore):
         def append(self, namespace: str, entries: Sequence[NewEntry], **options: Any) -> Any:

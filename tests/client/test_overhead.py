@@ -1,4 +1,4 @@
-"""What the SDK costs beside the OpenAI client that it is made of: CPU time of calls and of the import, in one run."""
+"""Test what the SDK costs beside its OpenAI client: CPU time of calls and of the import, in one run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MOST_OF_THE_IMPORT = 1.3  # times the import of openai; a share, because a busy 
 
 
 def cpu_time(call: Callable[[], object]) -> float:
-    """Return the CPU time of this thread. Unlike the time on the clock, it hardly depends on what else runs.
+    """Return this thread's CPU time for a call. Unlike wall time, it hardly depends on what else runs.
 
-    It begins after a pause: without one, the same of two equal calls in turn is .5 to 1 ms dearer on some machines.
+    A pause comes first: without it, on some machines one of two equal calls in turn always takes .5 to 1 ms more.
     """
     time.sleep(0.02)
     begin = time.thread_time()
@@ -36,7 +36,7 @@ def cpu_time(call: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("session_id", [None, "named"])
 def test_a_call_costs_less_than_a_millisecond_more(server: FakeServer, tmp_path: Path, session_id: str | None) -> None:
-    """Each round has its own conversation: with 60 turns a call of OpenAI's client takes 12 ms, and varies by 1."""
+    """Each round has its own conversation. With 60 turns, a call of OpenAI's client takes 12 ms, and varies by 1 ms."""
     server.counts = COUNTS
     bare = openai.OpenAI(base_url=server.url, api_key="none")
 
@@ -54,7 +54,7 @@ def test_a_call_costs_less_than_a_millisecond_more(server: FakeServer, tmp_path:
     with AgentClient(base_url=server.url, model="small", store=f"sqlite:///{tmp_path}/sessions.db") as client:
         rounds = [added_in_a_round(client, number) for number in range(ROUNDS)]
     print("CPU time of a call over the bare client's, by rounds:", *(f"{1000 * added:.2f} ms" for added in rounds))
-    assert min(rounds) < MOST_OF_A_CALL  # the code's own share is there in every round, a busy machine's is not
+    assert min(rounds) < MOST_OF_A_CALL  # every round has the code's own cost, but not a busy machine's
 
 
 def run_python(script: str) -> str:
@@ -63,7 +63,7 @@ def run_python(script: str) -> str:
 
 
 def test_the_import_takes_little_longer() -> None:
-    """Both times are of one process: what makes a machine slow for a while then makes both longer."""
+    """Both times are of one process, so a slow moment of the machine makes both longer."""
     script = "from time import process_time as cpu; import {}; theirs = cpu(); import {}; print(theirs, cpu())"
     rounds = [run_python(script.format("openai", "agentspec; agentspec.AgentClient")).split() for _ in range(5)]
     times = sorted((float(ours) / float(theirs), float(theirs), float(ours)) for theirs, ours in rounds)

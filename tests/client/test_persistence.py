@@ -1,4 +1,4 @@
-"""Sessions outlive their process; a store that fails costs only that."""
+"""Test that sessions outlive their process, and that a failing store costs nothing else."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_closed_client_takes_nothing_that_it_would_lose(server: FakeServer) ->
 
 @pytest.mark.parametrize("on_unavailable", ["raise", "empty"])
 def test_a_closed_client_reads_no_session(server: FakeServer, on_unavailable: Any) -> None:
-    """Its error must not send anybody to an empty history: the store is there, and the client alone is closed."""
+    """The session must not go on with an empty history: only the client is closed, and the store is there."""
     client = AgentClient(base_url=server.url, model="small", store="memory://")
     known, unread = (client.session(name, on_unavailable=on_unavailable) for name in ("known", "unread"))
     known.chat("one")
@@ -182,7 +182,7 @@ def test_a_store_that_cannot_write_costs_no_call(
     assert len(server.chats[2].body["messages"]) == 5
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert sum("unwritten" in warning for warning in warnings) == 1
-    assert len(warnings) <= 2  # and that the store was lost, if there was time to find out
+    assert len(warnings) <= 2  # the other warning says that the store was lost, if there was time
 
 
 def test_clear_that_cannot_remove_changes_nothing(server: FakeServer) -> None:

@@ -1,4 +1,4 @@
-"""chat(prediction=…) and chat(predict="auto"): which servers see them, and when a client predicts by itself."""
+"""Test chat(prediction=…) and chat(predict="auto"): which servers get them, and when a client predicts by itself."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_openais_api_gets_none_beside_what_it_refuses(
 def test_openais_api_gets_a_limit_that_it_takes_beside_a_prediction(
     server: FakeServer, plain_server: FakeServer
 ) -> None:
-    """The tokens of a loop's budget are such a limit."""
+    """A loop's budget of tokens sets such a limit."""
     for sent_to, tags in ((plain_server, "openai"), (server, "auto")):
         with connect(sent_to, session_tags=tags) as client:
             session = client.session()
@@ -151,7 +151,7 @@ def test_no_server_refuses_an_automatic_prediction_for_its_length() -> None:
 async def test_asyncio_waits_for_no_look_at_the_last_answers(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """It takes some 10 ms, in which nothing else would run."""
+    """The look takes some 10 ms, in which no other task would run."""
     threads: list[threading.Thread] = []
 
     def likely(messages: Any) -> str:

@@ -1,4 +1,4 @@
-"""session.prime(), and sessions that are resumed against another server."""
+"""Test session.prime(), and sessions that are resumed on another server."""
 
 from __future__ import annotations
 

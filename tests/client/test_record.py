@@ -1,4 +1,4 @@
-"""Detailed figures, and the record of replies."""
+"""Test detailed figures, and the record of replies."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_record_has_a_line_for_each_reply(server: FakeServer, tmp_path: Path) 
 
 
 def test_half_a_character_is_recorded(server: FakeServer, tmp_path: Path) -> None:
-    """Some gateways divide a character of two halves between chunks, or cut it off."""
+    """Some gateways split a surrogate pair between chunks, or cut it off."""
     path = tmp_path / "replies.jsonl"
     server.answers = [{"content": "a\ud83d\ude00b"}, {"content": "cut \ud83d"}]
     with AgentClient(base_url=server.url, model="small", store=None, record=path) as client:

@@ -1,4 +1,4 @@
-"""A session's history: it grows by whole turns, and only by those that worked."""
+"""Test a session's history: it grows by whole turns, and only by those that worked."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_openai_client_retries(server: FakeServer) -> None:
 
 
 def test_a_server_that_is_busy_says_when_to_come_back(server: FakeServer) -> None:
-    """Unasked, the OpenAI client waits for half a second at most before its first retry."""
+    """By itself, the OpenAI client waits for half a second at most before its first retry."""
     server.failures, server.retry_after = [429], ("Retry-After", "1")
     with connect(server, max_retries=1) as client:
         begin = time.monotonic()
@@ -204,7 +204,7 @@ def test_an_http_client_of_the_callers_is_used(server: FakeServer) -> None:
 
 
 def test_a_client_that_was_used_is_refused_in_a_forked_process(server: FakeServer) -> None:
-    """Both processes would read from one connection, and no thread would store what the child says."""
+    """Both processes would read from one connection, and no thread would store the child's turns."""
     with connect(server) as used, connect(server) as unused:
         used.session("parent").chat("one")
         told = _in_a_fork(lambda: used.session("child").chat("two").text)
@@ -254,7 +254,7 @@ def test_a_session_is_never_its_own_parent(server: FakeServer) -> None:
 
 
 def _in_a_fork(call: Callable[[], object]) -> str:
-    """What a call returns, or the text of its error."""
+    """Run a call in a forked process. Return its result, or the text of its error."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

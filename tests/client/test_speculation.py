@@ -1,4 +1,4 @@
-"""The probe for the server's extension, and what it reports of a reply."""
+"""Test the probe for the server's extension, and what it reports of a reply."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_reply_tells_of_its_speculation(server: FakeServer) -> None:
     assert reply.speculation.mean_acceptance_length == 3.0
     assert reply.speculation.acceptance_rate == 0.5
     assert len(server.probes) == 1
-    assert not any("/requests/" in request.path for request in server.received)  # it comes with the answer
+    assert not any("/requests/" in request.path for request in server.received)  # the figures come with the answer
 
 
 def test_a_server_can_be_asked_afterwards(server: FakeServer) -> None:

@@ -1,4 +1,4 @@
-"""Streamed replies."""
+"""Test streamed replies."""
 
 from __future__ import annotations
 

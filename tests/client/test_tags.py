@@ -1,4 +1,4 @@
-"""Session tags: what tells the server of the session, only in the ways that this server accepts."""
+"""Test session tags: they name the session to the server, only in ways that this server accepts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_group_travels_in_the_body_of_servers_that_know_it(server: FakeServer,
 
 @pytest.mark.parametrize(("mode", "tagged"), [("header", False), ("body", True), ("off", False)])
 def test_a_group_goes_where_the_bodys_tags_go(plain_server: FakeServer, mode: SessionTags, tagged: bool) -> None:
-    plain_server.extension = tagged  # so that a body it should not get is refused
+    plain_server.extension = tagged  # the server refuses fields that it should not get
     with AgentClient(
         base_url=plain_server.url, model="small", store=None, speculation=False, session_tags=mode
     ) as client:

@@ -1,4 +1,4 @@
-"""run_tools: what the model is told of its tools, and what becomes of each call."""
+"""Test run_tools: what the model is told of its tools, and what each call results in."""
 
 from __future__ import annotations
 

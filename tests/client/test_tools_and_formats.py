@@ -1,4 +1,4 @@
-"""Tools and response formats: handed on as they are, and kept so that the conversation can go on."""
+"""Test tools and response formats: they are passed on unchanged, and kept so that the conversation can go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two clients on one session: the second to append learns of it, and nothing is torn apart."""
+"""Test two clients on one session: the second to append gets a conflict, and no turn is torn apart."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_session_that_the_store_has_lost_is_not_put_down_to_another_client_alo
 
 
 def test_both_at_once(server: FakeServer) -> None:
-    """The second answer comes too late to be stored. The session keeps it, so that a fork goes on from it."""
+    """The second answer comes too late to be stored. Its session keeps it, so a fork can go on from it."""
     store = open_store("memory://")
     server.hold = threading.Event()
     with connect(server, store) as first, connect(server, store) as second:
@@ -144,7 +144,7 @@ def redis_server() -> Iterator[RedisServer]:
 def test_two_processes_on_one_session(
     server: FakeServer, kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Each process goes on until a conflict, then reloads: nothing is lost, and nobody's turn is torn apart."""
+    """Each process goes on until a conflict, then reloads. Nothing is lost, and no turn is torn apart."""
     url = f"sqlite:///{tmp_path / 's.db'}"
     if kind == "redis":
         url = request.getfixturevalue("redis_server").url

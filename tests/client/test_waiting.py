@@ -1,4 +1,4 @@
-"""Calls that wait for the store: cancelled ones leave their session as it was, loops' functions delay no other."""
+"""Test calls that wait for the store: cancelled ones leave their session as it was, and functions delay no other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .stores import FailingStore
 
 
 class Held:
-    """A store's method whose calls wait until they may end."""
+    """Wrap a store's method, so that its calls wait until they may end."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -68,7 +68,7 @@ async def test_a_call_that_is_cancelled_while_the_store_writes_leaves_its_sessio
 async def test_a_cancelled_change_ends_before_its_task_does(
     server: FakeServer, change: str, waits_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread makes the change, and cannot be cancelled. It must not erase what is said afterwards."""
+    """A thread makes the change and cannot be cancelled. It must not erase later turns."""
     store = FailingStore()
     held = Held(getattr(store, waits_in))
     async with AsyncAgentClient(base_url=server.url, model="small", store=store) as client:
@@ -125,7 +125,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "now", "arguments": 
 async def test_tool_calls_whose_turn_was_taken_back_are_not_answered(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's calls are in the session for a moment, while the store confirms them."""
+    """The model's tool calls are in the session only while the store confirms them."""
 
     def interrupted() -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Arguments of a wrong type: the error names the argument and what is needed, before anything is sent."""
+"""Test arguments of a wrong type: the error names the argument and what is needed, before anything is sent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def content(reply: Reply[Any]) -> None:
 
 @pytest.fixture
 def session(server: FakeServer) -> Session:
-    """A session with one turn."""
+    """Return a session with one turn."""
     session = AgentClient(base_url=server.url, model="small", store=None).session("s")
     session.chat("one")
     return session
@@ -133,7 +133,7 @@ def test_a_timeout_that_cannot_work_is_named(session: Session, value: Any) -> No
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 @pytest.mark.parametrize("make", [AgentClient, AsyncAgentClient])
 def test_what_cannot_be_copied_names_the_remedy(make: Any, copied: Callable[[Any], Any]) -> None:
-    """The error was that of a lock in it."""
+    """Otherwise the error would be about a lock inside."""
     client = make(base_url="http://localhost:8000/v1", model="small", store=None)
     with pytest.raises(AgentSpecError, match=r"^a client cannot be copied or pickled: .* make another one"):
         copied(client)
@@ -380,7 +380,7 @@ def test_options_of_loops_are_checked(server: FakeServer, session: Session) -> N
 
 
 def test_a_function_whose_text_no_request_can_carry_is_told_why(session: Session) -> None:
-    """It was told that a message is needed."""
+    """The error must not say that a message is needed."""
     result = session.refine("two", lambda reply: "caf\udce9")
     with pytest.raises(InvalidInputError, match=r"^critic: U\+DCE9 at position 3 of .* is half of a surrogate pair"):
         raise result.attempts[0].error or AssertionError

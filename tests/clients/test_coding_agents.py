@@ -1,4 +1,4 @@
-"""Codex, Claude Code and OpenCode as npm has them, against a real server: their sessions are the server's.
+"""Test Codex, Claude Code and OpenCode from npm on a real server: their sessions are the server's.
 
 `make test-clients` installs the agents and runs this.
 """
@@ -26,7 +26,7 @@ from tests.clients.one_answer_model import CONTEXT, SENTENCE, write_model
 pytestmark = pytest.mark.clients
 
 KEYS = {name: f"key of {name}" for name in (*AGENTS, *(f"family of {name}" for name in AGENTS))}
-"""A key for each agent, so that none drafts from what another one said."""
+"""A key for each agent, so that none drafts from another's text."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def ask(server: ModelServer, path: str, key: str) -> Any:
 
 
 def sessions(server: ModelServer, key: str) -> dict[str, int]:
-    """The ids of a caller's sessions, and the turns of each."""
+    """Return the ids of a caller's sessions, and the turns of each."""
     return {session["id"]: session["turns"] for session in ask(server, "sessions", key)["sessions"]}
 
 
@@ -98,14 +98,14 @@ def test_the_second_turn_drafts_from_the_agents_session(
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_other_ways_lead_to_the_server(agent: CodingAgent, number: int, server: ModelServer, tmp_path: Path) -> None:
-    """The ways in docs/coding-agents.md."""
+    """The ways are those in docs/coding-agents.md."""
     where, way = place(server, agent, tmp_path), list(agent.ways.values())[number]
     said, session = agent.run(way, where, agent.first, "Say hello.")
     assert SENTENCE in said and session in sessions(server, where.key)
 
 
 FORMS = {"codex": Form(json=True, patch=True), "claude": Form(json=True), "opencode": Form(json=True)}
-"""What the agents' edits are: patches, or the JSON of calls that replace strings."""
+"""Forms of the agents' edits: patches, or the JSON of calls that replace strings."""
 
 
 def test_what_an_agent_sends_tells_the_form_of_its_edits(agent: CodingAgent, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_what_an_agent_sends_tells_the_form_of_its_edits(agent: CodingAgent, tmp
 
 @dataclass(frozen=True, slots=True)
 class Scripted:
-    """A route and a body, and the headers of an agent, whose session is "root", and of its child agent, "child"."""
+    """Hold a route, a body, and the headers of an agent with session "root" and of its child agent "child"."""
 
     route: str
     body: dict[str, Any]
@@ -158,7 +158,7 @@ FAMILIES = {
         child={"x-session-id": "child", "x-parent-session-id": "root"},
     ),
 }
-"""Requests as the agents above sent them."""
+"""Requests that the agents above sent."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)

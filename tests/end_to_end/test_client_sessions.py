@@ -1,6 +1,6 @@
-"""The client's sessions on a real server: under openai-agents' Runner, primed, and resumed on another server.
+"""Test the client's sessions on a real server: under openai-agents' Runner, primed, and resumed on another server.
 
-Each has its name as cache salt, so nothing can be drafted from what others said.
+Each session's cache salt is its name, so it cannot draft from other sessions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def connect(server: ModelServer, store: str | None = None) -> AgentClient:
 
 
 def turns_of(server: ModelServer, session: str, wanted: int = 0) -> int:
-    """Return a session's turns in the server's list, which gets them behind the answers: wait for `wanted` of them."""
+    """Return a session's turns in the server's list. They come after the answers, so wait for `wanted` of them."""
     deadline = time.monotonic() + 180
     while True:
         answer = httpx.get(f"{server.base_url}/agentspec/sessions", headers={"X-Cache-Salt": session}, timeout=600)

@@ -1,5 +1,5 @@
-"""Two data-parallel engines: on a store that is away all answer, one that is stopped for a while loses nothing, and no
-secret is shown. On one SQLite file each drafts from what the other said."""
+"""Test two data-parallel engines: both answer while the store is away, a paused one loses nothing, and no secret is
+shown. On one SQLite file each drafts from the other's turns."""
 
 import os
 import signal
@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 ENGINES = 2
 ALL_NODES = {**ENVIRONMENT, "VLLM_CPU_SIM_MULTI_NUMA": "0"}
-"""From 0.33 vLLM gives each engine on CPUs a NUMA node of its own, so on a machine with one the second doesn't start.
-Where this variable is set, to whatever value, every engine may use all nodes."""
+"""From 0.33 on, vLLM gives each engine on CPUs its own NUMA node, so on a machine with one node the second doesn't
+start. If this variable is set, to any value, every engine may use all nodes."""
 PASSWORD = "hunter2-hunter2"
 
 
@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
 
 
 def ask(server: ModelServer, rank: int, prompt: str, session: str | None = None) -> dict[str, Any]:
-    """An answer of the engine with this rank."""
+    """Return an answer of the engine with this rank."""
     body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 48, "ignore_eos": True}
     headers = {"X-data-parallel-rank": str(rank), **({"X-Session-ID": session} if session else {})}
     reply = httpx.post(f"{server.base_url}/completions", json=body, headers=headers, timeout=600)
@@ -50,7 +50,7 @@ def ask(server: ModelServer, rank: int, prompt: str, session: str | None = None)
 
 
 def delivered(server: ModelServer, rank: int) -> int:
-    """The turns of the other engine that this one has read."""
+    """Return how many of the other engine's turns this one has read."""
     return int(engines(server)[rank]["store"]["follower"]["delivered"])
 
 
@@ -71,7 +71,7 @@ def test_every_engine_answers_for_its_requests(server: ModelServer) -> None:
 
 
 def test_the_answer_that_comes_too_late_is_nobodys(server: ModelServer) -> None:
-    """A worker that is stopped while it is asked answers when it goes on. The step after that is as always."""
+    """A worker that is stopped while it is asked answers when it goes on. Later steps are as usual."""
     prompts = [code(993 + rank, 12) for rank in range(ENGINES)]
     texts = [ask(server, rank, prompt)["choices"][0]["text"] for rank, prompt in enumerate(prompts)]
     stopped = workers(server)
@@ -127,7 +127,7 @@ def test_ranks_on_one_sqlite_file_share(tmp_path: Path) -> None:
 def meet(server: ModelServer) -> None:
     """Wait until the store has every turn, and no engine has read one of the other's for a second.
 
-    The next that an engine reads is then one of the next request's.
+    The next turn that an engine reads is then the next request's.
     """
     wait_for(lambda: all(one["running"] == one["store"]["writer"]["queued"] == 0 for one in engines(server)))
     counts: list[int] = []
@@ -136,7 +136,7 @@ def meet(server: ModelServer) -> None:
 
 
 def workers(server: ModelServer) -> list[int]:
-    """The process ids of the engines' workers."""
+    """Return the process ids of the engines' workers."""
     assert server._process is not None
     group = os.getpgid(server._process.pid)
     found = []

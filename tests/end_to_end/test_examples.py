@@ -1,4 +1,4 @@
-"""The examples for agents against the demo's server, as a user starts them."""
+"""Run the examples for agents against the demo's server, as a user starts them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEEDS = {"openai_agents.py": "agents", "pydantic_ai_agent.py": "pydantic_ai"}
 
 
 def run(name: str, server: ModelServer, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Start an example as its first lines say."""
+    """Run an example as its first lines say."""
     command = [sys.executable, str(FOLDER / name), "--base-url", server.base_url, "--model", "demo", *arguments]
     environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data")}
     return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder, env=environment)
@@ -53,7 +53,7 @@ def test_it_runs_on_a_real_server(name: str, fast: ModelServer, tmp_path: Path) 
 
 
 def test_the_tool_agent_runs_where_tools_are_parsed(tmp_path: Path) -> None:
-    """Its tools are described to the small model, which cannot call them, and answers."""
+    """The small model gets the tools' descriptions, cannot call them, and answers without."""
     environment = {**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"}
     with ModelServer(MODEL, options=TOOLS, name="demo", log=tmp_path / "server.log", environment=environment) as server:
         ran = run("tool_agent.py", server, tmp_path)

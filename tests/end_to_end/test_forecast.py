@@ -1,4 +1,4 @@
-"""session.forecast() on the demo's sessions says what the server then measures."""
+"""Test that session.forecast() on the demo's sessions predicts what the server then measures."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 
 class Salted:
-    """A session apart from what other tests have said to the server: a forecast knows its client's sessions only."""
+    """Keep a session apart from other tests' text on the server: a forecast knows its client's sessions only."""
 
     def __init__(self, session: Session, salt: str) -> None:
         self.id = session.id
@@ -25,7 +25,7 @@ class Salted:
 
 
 def error_of_forecasts(server: ModelServer, salt: str) -> float:
-    """The largest error of a session's forecast tokens a step, or of all steps, as a share of what was measured."""
+    """Return the largest error of forecasts, as a share: of a session's tokens a step, or of all steps."""
     forecast, measured, errors = 0, 0, []
     with AgentClient(base_url=server.base_url, model="demo", api_key="none", store=None, tokenizer="server") as client:
         for number in range(4):
@@ -42,5 +42,5 @@ def error_of_forecasts(server: ModelServer, salt: str) -> float:
 
 
 def test_a_forecast_is_what_is_then_measured(priced: ModelServer) -> None:
-    """Where the server reckons with the price that forecasts assume. A measured one depends on the machine's load."""
+    """The server has the price that forecasts assume. A measured price would depend on the machine's load."""
     assert error_of_forecasts(priced, "forecast") <= 0.02

@@ -1,4 +1,4 @@
-"""Rollouts that draft train as well as rollouts that don't: log probabilities, distribution, and new weights."""
+"""Test that drafting leaves rollouts as they are: log probabilities, distribution, and new weights."""
 
 import json
 from collections import Counter
@@ -21,7 +21,7 @@ SAMPLES, ROUNDS, POSITIONS = 20_000, 16, 4
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Chats of the demo's tasks, as token ids."""
+    """Return chats of the demo's tasks, as token ids."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -40,7 +40,7 @@ def run(
     seed: int = 0,
     in_process: bool = True,
 ) -> list[dict[str, Any]]:
-    """The answers of an engine of its own to some rounds."""
+    """Run rounds on a new engine. Return its answers."""
     job = json.dumps({"rounds": rounds, "seed": seed})
     out = folder / f"{method}.json"
     found: list[dict[str, Any]] = run_script("offline_run.py", str(model), method, job, out=out, in_process=in_process)
@@ -48,7 +48,7 @@ def run(
 
 
 def recomputed(prompt: list[int], tokens: list[int], temperature: float, model: Any) -> torch.Tensor:
-    """Log probabilities of the tokens behind the prompt, by transformers in float32."""
+    """Return the tokens' log probabilities behind the prompt, by transformers in float32."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     chosen = torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(tokens)[:, None])
@@ -76,7 +76,10 @@ def test_log_probabilities_are_those_of_a_recomputation(tmp_path: Path) -> None:
 
 
 def chi_square(ours: Counter[Any], theirs: Counter[Any]) -> float:
-    """The chance that two samples of one distribution differ by as much. Outcomes seen less than 20 times are one."""
+    """Return the probability that two samples of one distribution differ as much.
+
+    Outcomes seen less than 20 times count as one.
+    """
     both = ours + theirs
     rare = {outcome for outcome, count in both.items() if count < 20}
     cells = [(ours[outcome], theirs[outcome]) for outcome in both if outcome not in rare]
@@ -84,14 +87,14 @@ def chi_square(ours: Counter[Any], theirs: Counter[Any]) -> float:
         cells.append((sum(ours[outcome] for outcome in rare), sum(theirs[outcome] for outcome in rare)))
     assert len(cells) > 2, "the distribution is too narrow to tell anything"
     share = ours.total() / (ours.total() + theirs.total())
-    # The counts of one sample given those of both: their expected values are in proportion to the samples' sizes.
+    # Given the counts of both, a sample's expected counts are in proportion to its size.
     statistic = sum((x - share * (x + y)) ** 2 / (share * (1 - share) * (x + y)) for x, y in cells)
     half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def test_20_000_samples_have_plain_vllms_distribution(tmp_path: Path) -> None:
-    """Next-token counts at each position, and of whole answers. Each engine has a seed of its own."""
+    """Compare counts of tokens at each position, and of whole answers. Each engine has a seed of its own."""
     from transformers import AutoTokenizer
 
     prompt = AutoTokenizer.from_pretrained(MODEL).encode(code(77, 8))  # half of what is drafted behind it is accepted
@@ -114,12 +117,12 @@ def test_what_generate_returned_is_in_the_history_and_soon_in_the_store(in_proce
     few = {"prompts": prompts(3), "n": 4, "temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
     found = run(tmp_path, "agentspec", [few, few], in_process=in_process)
     assert [each["written"] for each in found] == [12, 12]
-    if in_process:  # all end with the last step. A process of its own takes that in before it answers anything else
+    if in_process:  # all end with the last step; other engine processes handle that before any question
         assert [each["finished"] for each in found] == [12, 12]
 
 
 def test_sleeping_and_waking_keep_the_history(tmp_path: Path) -> None:
-    """On a CPU vLLM empties its KV cache and keeps the weights, which a trainer loads again after level 2."""
+    """On a CPU, vLLM empties its KV cache and keeps the weights, which a trainer loads again after level 2."""
     greedy = {"prompts": prompts(4), "temperature": 0.0, "max_tokens": 60}
     rounds = [greedy, {**greedy, "sleep": 1}, {**greedy, "sleep": 2, "weights": str(MODEL)}]
     first, *later = run(tmp_path, "agentspec", rounds)

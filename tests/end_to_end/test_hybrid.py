@@ -1,4 +1,4 @@
-"""The hybrid on real vLLM: suffix indexes and a speculator draft; texts and distributions stay the model's own."""
+"""Test suffix indexes and a speculator together on real vLLM: texts and distributions stay the model's own."""
 
 from collections.abc import Iterator
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.engine
 
 ARCTIC = {"method": "arctic", "model": str(DRAFTER), "num_speculative_tokens": 3, "enable_suffix_decoding": True}
 CHATS = 8
-"""Conversations of three turns each, of which a server runs as many at once."""
+"""Conversations of three turns each, which a server runs at once."""
 
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
-    """``agentspec serve`` with the speculative config as ArcticInference's users write it. Verification is declared
-    cheap, so that much is drafted, and wrong."""
+    """Start ``agentspec serve`` with a speculative config as ArcticInference's users write it. Verification is declared
+    cheap, so that much is drafted, also wrongly."""
     with speculating(ARCTIC, tmp_path_factory.mktemp("logs") / "hybrid.log", "--verify-cost", "0.005") as server:
         yield server
 
@@ -31,9 +31,10 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
 def test_greedy_text_is_identical_and_both_draft(
     plain: ModelServer, hybrid: ModelServer, plain_answers: Answers
 ) -> None:
-    """Chunked prefill, preemption, grammars, n > 1, aborts and the end of the context included.
+    """The load includes chunked prefill, preemption, grammars, n > 1, aborts and the end of the context.
 
-    The model runs where that saves time, so a busy machine decides how often. Chats go on until it ran often enough.
+    The draft model runs only where that saves time, which depends on the machine's load. Chats go on until it has run
+    often enough.
     """
     ties, errors = differences(plain, plain_answers, run_all(hybrid, mixed_load()))
     for first in range(100, 100 + 5 * CHATS, CHATS):
@@ -54,7 +55,7 @@ def test_greedy_text_is_identical_and_both_draft(
 
 
 def test_new_text_is_drafted_by_the_model(hybrid: ModelServer) -> None:
-    """Nothing that was said before may be copied: each request drafts from its own text and the model."""
+    """Each request drafts from its own text and the draft model only."""
     with openai.OpenAI(base_url=hybrid.base_url, api_key="none", timeout=600) as client:
         accepted = 0
         for seed in range(24):  # a busy machine decides how often the model runs

@@ -1,6 +1,6 @@
-"""Greedy output with the extension is the output without it, under every condition at once.
+"""Test that greedy output is the same with and without the extension, under all conditions at once.
 
-Two answers may part at a tie (see ``greedy``), and there may be only a few of them.
+Two answers may differ at a tie (see ``greedy``), of which there may be only a few.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ from tests.end_to_end.test_restart import wait_for
 pytestmark = pytest.mark.engine
 
 BLOCK = 32
-"""Tokens of a block of the servers' KV cache."""
+"""Tokens in a block of the servers' KV cache."""
 
 
 def test_greedy_text_is_identical_in_mixed_concurrent_batches(
@@ -38,20 +38,20 @@ def test_greedy_text_is_identical_in_mixed_concurrent_batches(
 
 
 def test_the_conditions_really_occurred(plain: ModelServer, fast: ModelServer) -> None:
-    """The counters of vLLM itself: requests were preempted, prefixes were found, and every request has left."""
+    """vLLM's own counters show that requests were preempted, prefixes were found, and every request has ended."""
     metrics = fast.text("/metrics")
     assert metric(metrics, "vllm:num_preemptions_total") > 0
     assert metric(metrics, "vllm:prefix_cache_hits_total") > 0
     assert metric(metrics, "vllm:spec_decode_num_accepted_tokens_total") > 500
     assert metric(plain.text("/metrics"), "vllm:num_preemptions_total") > 0
-    wait_for(lambda: fast.stats()["running"] == 0)  # the worker hears of the last ones' end with its next step
+    wait_for(lambda: fast.stats()["running"] == 0)  # the worker is told of the last ends with its next step
     counters = fast.stats()["counters"]
     assert counters["started"] == counters["finished"]
 
 
 def test_a_prompt_found_in_the_prefix_cache_is_not_filled_up_with_placeholders(fast: ModelServer) -> None:
-    """vLLM does that where one token is left to compute, and waits for ever where a step has no room for the longest
-    draft: a step here takes 128 tokens, and the row would have 129."""
+    """vLLM does so if one token is left to compute, and waits for ever if a step has no room for the longest draft. A
+    step here takes 128 tokens, and the row would have 129."""
 
     def drafted() -> tuple[float, int]:
         theirs = metric(fast.text("/metrics"), "vllm:spec_decode_num_draft_tokens_total")
@@ -69,7 +69,7 @@ def test_a_prompt_found_in_the_prefix_cache_is_not_filled_up_with_placeholders(f
 
 
 def test_streamed_input_behind_a_stop_token_is_answered_alike(tmp_path: Path) -> None:
-    """vLLM takes a stop token back that was sampled, and keeps one that was drafted and accepted, as it is computed."""
+    """vLLM takes back a sampled stop token, but keeps one that was drafted and accepted, as it is computed."""
 
     def run(method: str) -> Any:
         return run_script("streamed_input_run.py", str(MODEL), method, out=tmp_path / f"{method}.json")
@@ -81,7 +81,7 @@ def test_streamed_input_behind_a_stop_token_is_answered_alike(tmp_path: Path) ->
 
 
 def metric(text: str, name: str) -> float:
-    """The sum of one Prometheus metric over its labels."""
+    """Return the sum of one Prometheus metric over its labels."""
     lines = [line for line in text.splitlines() if line.startswith(name)]
     assert lines, f"no metric {name}"
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

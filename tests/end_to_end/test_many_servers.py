@@ -1,4 +1,4 @@
-"""Several real servers with one store: any of them serves any session, and no failure of Redis changes a text."""
+"""Test several real servers on one store: any of them serves any session, and no failure of Redis changes a text."""
 
 import json
 import os
@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.store]
 
 OPTIONS = ("--max-model-len", "2048", "--max-num-seqs", "4")
 FIRST_STEPS = 6
-"""Decode steps within which a session must be drafted from on a server that it came to: some 10 ms each here."""
+"""Decode steps within which a session that moved must be drafted from. A step takes some 10 ms here."""
 SOON = 10.0
-"""Seconds within which servers hear of each other's turns and erasures. It takes some 20 ms on an idle machine."""
+"""Seconds within which servers must read each other's turns and erasures. It takes some 20 ms on an idle machine."""
 TASKS = (700, 701, 702, 703)
-"""What the agents work on: numbers of held-out tasks."""
+"""Numbers of the held-out tasks that the agents work on."""
 HYBRID = {"method": "arctic", "model": str(DRAFTER), "num_speculative_tokens": 3, "enable_suffix_decoding": True}
 
 
@@ -54,7 +54,7 @@ def running(*servers: ModelServer) -> Iterator[None]:
 def new_server(
     folder: Path, name: str, store: str, *options: str, model: Path = MODEL, agentspec: bool = True
 ) -> ModelServer:
-    """A server that is not started, and whose steps are recorded in ``folder / f"{name}.jsonl"``."""
+    """Return a server, not yet started, that records its steps in ``folder / f"{name}.jsonl"``."""
     recorded = ("--record", str(folder / f"{name}.jsonl")) if agentspec else ()
     return ModelServer(
         model,
@@ -67,7 +67,7 @@ def new_server(
 
 
 def question(number: int) -> str:
-    """A prompt whose answer is no other's, although answers share phrases."""
+    """Return a prompt with its own answer, although answers share phrases."""
     task = make_task(FIRST_HELD_OUT_SEED + 500 + number)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     messages = [{"role": "user", "content": task.request}]
@@ -75,17 +75,17 @@ def question(number: int) -> str:
 
 
 class Roaming:
-    """Send the turns of one session to the servers in turn, as a balancer that knows nothing of sessions would."""
+    """Send the turns of one session to the servers in rotation, like a load balancer that knows no sessions."""
 
     def __init__(self, name: str, servers: Sequence[ModelServer], *, meet: bool = False) -> None:
         self.id = name
-        self.meet = meet  # wait until the other servers have heard of each turn
+        self.meet = meet  # wait until the other servers have read each turn
         self.servers = list(servers)
         self.replies: list[Reply[Any]] = []
         self._messages: list[Any] = []
 
     def chat(self, message: str, **options: Any) -> Reply[Any]:
-        """Ask the next server, with all that was said so far."""
+        """Ask the next server, with the conversation so far."""
         self._messages.append({"role": "user", "content": message})
         server = self.servers[len(self.replies) % len(self.servers)]
         heard = {other: followed(other, "delivered") for other in self.servers if self.meet and other is not server}
@@ -101,14 +101,14 @@ class Roaming:
 
 @dataclass
 class Work:
-    """What an agent did on one task: its texts, and of each turn the accepted tokens by source."""
+    """Hold an agent's work on one task: its texts, and each turn's accepted tokens by source."""
 
     texts: list[str]
     accepted: list[Counter[str]]
 
 
 def work(task: int, *servers: ModelServer, meet: bool = False) -> Work:
-    """Let the demo's agent do a task, each turn on the next of the servers."""
+    """Let the demo's agent do a task, each turn on the next server."""
     session = Roaming(f"task-{task}", servers, meet=meet)
     agent = Agent(make_task(FIRST_HELD_OUT_SEED + task), session)  # type: ignore[arg-type]
     while not agent.done:
@@ -119,7 +119,7 @@ def work(task: int, *servers: ModelServer, meet: bool = False) -> Work:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """What vLLM without the extension writes for each task. The server runs for as long as it is asked."""
+    """Return what vLLM without the extension writes for each task. Its server stops afterwards."""
     plain = new_server(tmp_path_factory.mktemp("plain"), "plain", "memory://", agentspec=False)
     with running(plain):
         return {task: work(task, plain).texts for task in TASKS}
@@ -127,14 +127,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
 
 @pytest.fixture(scope="module")
 def redis() -> Iterator[RedisServer]:
-    """A Redis server that is empty when it was killed and starts again."""
+    """Start a Redis server that is empty after it was killed and restarted."""
     with RedisServer({"appendonly": "no"}) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Iterator[tuple[ModelServer, ModelServer]]:
-    """Two servers on one Redis."""
+    """Start two servers on one Redis server."""
     folder = tmp_path_factory.mktemp("pair")
     one, other = (new_server(folder, name, redis.url, *PRICED) for name in ("one", "other"))
     with running(one, other):
@@ -142,19 +142,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Iterat
 
 
 def persisted(server: ModelServer) -> int:
-    """The number of turns that the store has acknowledged."""
+    """Return the number of turns that the store has acknowledged."""
     count: int = server.stats()["store"]["writer"]["persisted"]
     return count
 
 
 def followed(server: ModelServer, figure: str) -> int:
-    """A figure of what a server has read of the others' turns and erasures."""
+    """Return a figure of the follower, which reads other servers' turns and erasures."""
     count: int = server.stats()["store"]["follower"][figure]
     return count
 
 
 def complete_and_store(server: ModelServer, prompt: str, session: str, salt: str | None = None) -> str:
-    """A completion whose turn the store has acknowledged."""
+    """Return a completion, once the store has acknowledged its turn."""
     text, _ = complete(server, prompt, session, salt=salt)
     wait_for(lambda: all_stored(server))
     return text
@@ -163,7 +163,7 @@ def complete_and_store(server: ModelServer, prompt: str, session: str, salt: str
 def meet(*servers: ModelServer) -> None:
     """Wait until the store has every turn, and no server has read one of another's for a second.
 
-    The next that a server reads is then one of the next request's.
+    The next turn that a server reads is then the next request's.
     """
     wait_for(lambda: all(map(all_stored, servers)))
     counts: list[int] = []
@@ -172,23 +172,23 @@ def meet(*servers: ModelServer) -> None:
 
 
 def said_before(figures: dict[str, Any]) -> int:
-    """The tokens that a request accepted from what earlier requests said, in its session or another."""
+    """Return the tokens that a request accepted from earlier requests' text, in its session or another."""
     accepted: dict[str, int] = figures["accepted_by_source"]
     return accepted["session"] + accepted["global"]
 
 
 def first_steps(server: ModelServer, session: str) -> list[dict[str, Any]]:
-    """The first decode steps of a session's only request on a server, from the step record."""
+    """Return the first decode steps of a session's only request on a server, from the step record."""
     lines = [json.loads(line) for line in server.log.with_suffix(".jsonl").read_text().splitlines()]
     return [line for line in lines if line["session"] == session][:FIRST_STEPS]
 
 
 def test_a_session_that_moved_drafts_from_its_first_steps(pair: tuple[ModelServer, ModelServer]) -> None:
-    """The scope keeps away the tenant's corpus, which drafts the same text and comes to the other server as soon.
+    """The scope excludes the tenant's corpus, which drafts the same text and reaches the other server as soon.
 
     A step takes some 3 ms here, in which the loader's thread often waits for the interpreter's lock, so some sessions
-    are late: about a quarter of them on an idle machine, and most on a busy one. Further sessions move until three
-    were in time. Without loading, all would be late.
+    are late: about a quarter on an idle machine, and most on a busy one. Sessions move until three were in time.
+    Without loading, all would be late.
     """
     one, other = pair
     sessions: list[str] = []
@@ -203,11 +203,11 @@ def test_a_session_that_moved_drafts_from_its_first_steps(pair: tuple[ModelServe
         text = complete_and_store(one, question(10 + number), sessions[-1])
         again, _ = complete(other, question(10 + number), sessions[-1], scope="session")
         assert again == text
-        wait_for(lambda: bool(first_steps(other, sessions[-1])))  # the record is written behind the steps
+        wait_for(lambda: bool(first_steps(other, sessions[-1])))  # the record is written after the steps
 
 
 def test_what_one_server_says_the_other_drafts_at_once(pair: tuple[ModelServer, ModelServer]) -> None:
-    """A tenant's corpus is followed: another session drafts from it on the other server, within a moment."""
+    """The other server follows the tenant's corpus, so another session there drafts from it within a moment."""
     for number, (writer, reader) in enumerate((pair, pair[::-1])):
         complete(reader, question(4 + number), "warm")  # the tenant's log is followed from the first request on
         meet(*pair)
@@ -227,13 +227,13 @@ def test_the_agent_moves_turn_by_turn(pair: tuple[ModelServer, ModelServer], exp
     done = work(TASKS[0], *pair, meet=True)
     assert done.texts == expected[TASKS[0]]
     assert len(done.texts) > 1
-    # What the last turn said is in the session and in the tenant's corpus, and either may be deemed more probable.
+    # The last turn is in the session and in the tenant's corpus, and either draft may be more probable.
     assert all(turn["session"] + turn["global"] > 10 for turn in done.accepted[1:]), done.accepted
     assert sum(turn["session"] for turn in done.accepted) > 0, done.accepted
 
 
 def test_an_erased_session_is_gone_everywhere_within_a_moment(pair: tuple[ModelServer, ModelServer]) -> None:
-    """The salt keeps away other sessions, whose answers share phrases with this one, so nothing at all may be left."""
+    """The salt excludes other sessions, whose answers share phrases with this one, so no draft may be left."""
     one, other = pair
     prompt, salt = question(3), "erased"
     text = complete_and_store(one, prompt, "erased", salt)
@@ -295,13 +295,13 @@ def test_failures_change_no_text_and_the_loss_is_named(
 def test_suffix_indexes_and_a_speculator_on_both_servers(
     tmp_path: Path, redis: RedisServer, expected: dict[int, list[str]]
 ) -> None:
-    """A draft model beside the suffix indexes: all sources serve, wherever a session goes."""
+    """With a draft model beside the suffix indexes, all sources are used, wherever a session goes."""
     options = ("--speculative-config", json.dumps(HYBRID), "--tenant", "hybrid")
     one, other = (new_server(tmp_path, name, redis.url, *options) for name in ("one", "other"))
     with running(one, other):
         before = {server: _accepted(server) for server in (one, other)}
         for task in TASKS:
-            for first in (one, other):  # the second time the other server begins, and the text is known
+            for first in (one, other):  # the second time, the other server begins, and the text is known
                 second = other if first is one else one
                 assert work(task, first, second).texts == expected[task]
         for server in (one, other):
@@ -314,7 +314,7 @@ def _accepted(server: ModelServer) -> Counter[str]:
 
 
 def test_copies_of_a_model_share_one_sqlite_file_and_another_model_does_not(tmp_path: Path) -> None:
-    """Engines of several processes on one file. Where the model lies makes no difference, and what it is does."""
+    """Engines of several processes share the file if they serve the same model, whatever folder it is in."""
     copy, changed = (Path(shutil.copytree(MODEL, tmp_path / name)) for name in ("copy", "changed"))
     config = json.loads((changed / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] *= 1.01

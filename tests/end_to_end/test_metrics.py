@@ -1,4 +1,4 @@
-"""The figures on a real server's /metrics, with one and with two API servers."""
+"""Test the figures on a real server's /metrics, with one and with two API servers."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def two_api_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelS
 
 
 def metrics(server: ModelServer) -> str:
-    """Return a scrape. Where an engine does not answer in two seconds agentspec's figures are not in it: try again."""
+    """Return a scrape. If an engine takes over two seconds, the scrape lacks agentspec's figures: try again."""
     found: list[str] = []
 
     def is_whole() -> bool:
@@ -51,7 +51,7 @@ def scrape(server: ModelServer) -> Samples:
 
 
 def say(server: ModelServer, count: int) -> None:
-    """Make requests over connections of their own, so that every API server gets some. Wait until all are counted."""
+    """Make requests on separate connections, so that every API server gets some. Wait until all are counted."""
 
     def finished() -> int:
         return int(server.stats()["counters"].get("finished", 0))
@@ -98,7 +98,7 @@ def test_the_dashboard_asks_for_what_a_real_server_has(fast: ModelServer) -> Non
     say(fast, 1)
     asked = {selector.name for selector in selectors()}
     missing = asked - {name for name, _ in scrape(fast)}
-    assert len(asked) > 20 and missing <= {"agentspec_errors_total"}  # shown where there are errors
+    assert len(asked) > 20 and missing <= {"agentspec_errors_total"}  # shown only if there are errors
 
 
 def test_top_shows_a_real_server(fast: ModelServer) -> None:

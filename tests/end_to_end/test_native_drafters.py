@@ -1,6 +1,6 @@
-"""vLLM's own drafters on real servers, alone and beside the suffix index: the text and the samples stay vLLM's.
+"""Test vLLM's own drafters on real servers, alone and beside the suffix index: texts and samples stay vLLM's.
 
-Each takes a server of its own: `make test-drafters`.
+Each needs its own server, so they run in `make test-drafters`.
 """
 
 import json
@@ -44,9 +44,9 @@ WRITTEN = {
     "parallel": (write_split_draft_model, DRAFT_MODEL),
     "draft_model on two ranks": (write_split_draft_model, DRAFT_MODEL),
 }
-"""The drafters and variants whose folder is written for the test: by what, and from which model."""
+"""Drafters and variants whose folder is written for the test: the function that writes it, and the model it needs."""
 WITHOUT_INDEX = json.dumps({"agentspec": {"arctic_suffix_rule": {"max_spec_factor": 0.0}, "verify_cost": 0.01}})
-"""Verification is declared cheap, so that the drafter drafts much, and wrong."""
+"""Verification is declared cheap, so that the drafter drafts much, also wrongly."""
 BY_VLLM = "eagle3 by vllm serve"
 VARIANTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(DRAFTERS, ()),
@@ -54,12 +54,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     **{f"{name} on two ranks": ("--tensor-parallel-size", "2") for name in ("eagle3", "mtp", "eagle", "draft_model")},
     BY_VLLM: ("--additional-config", json.dumps({"agentspec": {}})),
 }
-"""What each server has besides its drafter: the drafter's name comes first."""
+"""Options of each server besides its drafter. The name begins with the drafter's."""
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
-    """A server with the extension and one of vLLM's drafters, switched on as its users know it."""
+    """Start a server with the extension and one of vLLM's drafters, configured as its users do."""
     name, options = str(request.param), VARIANTS[request.param]
     if name == "medusa" and tuple(map(int, vllm.__version__.split(".")[:2])) >= (0, 33):
         pytest.skip("vLLM has no Medusa heads any more")
@@ -80,12 +80,12 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def plain_samples(plain: ModelServer) -> list[Counter[int]]:
-    """How often vLLM without the extension samples each token."""
+    """Return how often vLLM without the extension samples each token."""
     return sample(plain)
 
 
 def counted_without_errors(server: ModelServer) -> Counter[str]:
-    """The server's counters, where nothing failed."""
+    """Return the server's counters, after checking that nothing failed."""
     stats = server.stats()
     assert not stats["model"]["given_up"]
     assert not [name for name in stats["counters"] if name.startswith("errors")]
@@ -93,10 +93,10 @@ def counted_without_errors(server: ModelServer) -> Counter[str]:
 
 
 def verifying(server: ModelServer, ask: Callable[[], T]) -> T:
-    """The answers of a server that verified right and wrong drafts alike for them.
+    """Return a server's answers for which it verified both right and wrong drafts.
 
-    A drafter rests, but for trials, while its passes take longer than they save, which a busy machine may decide. Then
-    nothing was tested, so ask again.
+    A drafter rests, except for trials, while its passes take longer than they save, which a busy machine may cause.
+    Then nothing was tested, so ask again.
     """
     for _ in range(4):
         before = counted_without_errors(server)
@@ -110,7 +110,7 @@ def verifying(server: ModelServer, ask: Callable[[], T]) -> T:
 def test_greedy_text_is_identical_and_the_drafter_took_part(
     plain: ModelServer, drafting: ModelServer, plain_answers: Answers
 ) -> None:
-    """Chunked prefill, preemption, grammars, n > 1, aborts, prefix-cache hits and the end of the context included."""
+    """The load includes chunked prefill, preemption, grammars, n > 1, aborts, prefix-cache hits and full contexts."""
     found = verifying(drafting, lambda: run_all(drafting, mixed_load()))
     ties, errors = differences(plain, plain_answers, found)
     assert not errors

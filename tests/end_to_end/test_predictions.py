@@ -1,4 +1,4 @@
-"""A predicted edit, and a response that quotes the prompt in another spelling, take few steps and change no token."""
+"""Test that a predicted edit, and a response that quotes the prompt, take few steps and change no token."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ TOKENS = 400
 
 
 def test_a_predicted_edit_needs_a_third_of_the_steps(priced: ModelServer) -> None:
-    """The penalty keeps the small model from repeating itself, which the request would draft from its own text."""
+    """The penalty keeps the small model from repeating itself, as repeats are drafted from the request's own text."""
     task = make_task(FIRST_HELD_OUT_SEED).request
     with AgentClient(base_url=priced.base_url, model="demo", api_key="none", store=None) as client:
 
@@ -47,7 +47,7 @@ def test_a_predicted_edit_needs_a_third_of_the_steps(priced: ModelServer) -> Non
 
 @pytest.mark.parametrize("form", ["json", "plain", "patch"])
 def test_a_file_is_drafted_from_a_view_with_line_numbers(priced: ModelServer, form: str) -> None:
-    """The format dictates the response, so that the small model quotes the file as a large one does in an edit."""
+    """A response format dictates the answer, so that the small model quotes the file as a large one does in an edit."""
     with AgentClient(base_url=priced.base_url, model="demo", api_key="none", store=None) as client:
 
         def ask(text: str, salt: str, **options: Any) -> Reply:

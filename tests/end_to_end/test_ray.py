@@ -1,4 +1,4 @@
-"""`agentspec rollout --ray`: workers on one store draft from each other, and a killed one loses and repeats nothing."""
+"""Test `agentspec rollout --ray`: workers on one store draft from each other, and a killed run loses nothing."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ pytestmark = [
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4, "seed": 1}
 
 RAY = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
-"""Ray makes its workers nice and kills them where memory is short, by what else runs on the machine."""
+"""Ray would lower its workers' priority, and kill them if other programs use much memory."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["sqlite", "redis"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of an empty store, which both workers use."""
+    """Return the URL of an empty store, which both workers use."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'rollouts.db'}"
     else:
@@ -52,7 +52,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def engine(store: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayEngine]:
-    """Two workers on one store."""
+    """Start two workers on one store."""
     import ray
 
     for name, value in {**CPU_ENVIRONMENT, **ENVIRONMENT, "AGENTSPEC_STORE": ""}.items():
@@ -72,7 +72,7 @@ def greedy(engine: RayEngine, name: str, prompt: list[int]) -> Answer:
 
 
 def received(engine: RayEngine) -> list[int]:
-    """Return how many of the others' turns each worker has read from the store."""
+    """Return how many of the other workers' turns each worker has read from the store."""
     import ray
 
     def of(worker: Any) -> int:

@@ -1,4 +1,4 @@
-"""Forced-token replay on real vLLM: the recorded tokens come out, and what is counted is what happened."""
+"""Test forced-token replay on real vLLM: the recorded tokens come out, and the counts are right."""
 
 import sys
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def _tokens(seed: int, count: int) -> np.ndarray:
 
 
 def _session(name: str, seed: int, turns: int = 3) -> list[Call]:
-    """An append-only session: every turn answers with most of the previous answer, and a new end."""
+    """Return an append-only session. Each turn's answer is most of the previous one, with a new end."""
     prompt, calls = _tokens(seed, 40), []
     answer = _tokens(seed + 1, 50)
     for turn in range(turns):
@@ -70,7 +70,7 @@ def results(engines: dict[str, ReplayEngine]) -> dict[str, ReplayResult]:
 
 
 def test_every_recorded_token_is_returned(results: dict[str, ReplayResult]) -> None:
-    # The worker compares each output with its record and raises if they differ; here: nothing was left out.
+    # The worker raises if an output differs from its record. This checks that nothing was left out.
     assert {method: (r.calls, r.tokens) for method, r in results.items()} == dict.fromkeys(
         METHODS, (len(CALLS), TOKENS)
     )
@@ -105,7 +105,7 @@ def test_a_call_that_was_seen_before_drafts_from_then(engines: dict[str, ReplayE
     prompt, response = _tokens(900, 30), _tokens(901, 60)
     first = engines["agentspec"].run([Call("again", prompt, response)])
     second = engines["agentspec"].run([Call("again", prompt, response)])
-    assert first.steps > 50  # random tokens: hardly anything to draft from
+    assert first.steps > 50  # with random tokens there is hardly anything to draft from
     assert second.steps < 15 and second.accepted > 40
 
 

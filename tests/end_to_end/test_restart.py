@@ -1,4 +1,4 @@
-"""What the store acknowledged is there after kill -9, from SQLite and from a real Redis server; Redis may go away."""
+"""Test that acknowledged turns survive kill -9, in SQLite and in a real Redis server, and that Redis may fail."""
 
 import json
 import os
@@ -31,7 +31,7 @@ OPEN = 40
 def complete(
     server: ModelServer, prompt: str, session: str, tokens: int = 60, scope: str = "tenant", salt: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """One greedy completion and the server's figures of it. Requests of another ``salt`` share nothing with it."""
+    """Return a greedy completion and its figures. Requests with another ``salt`` share nothing with it."""
     with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=600) as client:
         reply = client.completions.create(
             model="demo",
@@ -59,14 +59,14 @@ def all_stored(server: ModelServer) -> bool:
 
 
 def server_in(folder: Path, *options: str) -> ModelServer:
-    """A server of its own, with store and log in a folder."""
+    """Return a server with its own store and log, in a folder."""
     environment = {**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{folder}/server.db"}
     log = folder / "server.log"
     return ModelServer(MODEL, options=(*OPTIONS, *options), name="demo", log=log, environment=environment)
 
 
 def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, database: Path, tmp_path: Path) -> None:
-    """Started again, it also has a public corpus, from a text that nobody's requests have left behind."""
+    """Restarted, it also has a public corpus, of a text that no request has said."""
     prompt, published = code(901, 12), code(905, 12)
     text, _ = complete(fast, prompt, "killed")
     wait_for(lambda: all_stored(fast))
@@ -97,7 +97,7 @@ def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, databas
 
 
 def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> None:
-    """In the middle of a request, whose caller hears of its end. By itself vLLM kills its engines at once."""
+    """It is stopped in the middle of a request, whose caller is told. By itself, vLLM kills its engines at once."""
     server = server_in(tmp_path, *PRICED)
     with server, ThreadPoolExecutor(OPEN) as pool:
         complete(server, code(907, 12), "stopped")
@@ -115,10 +115,10 @@ def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> Non
 
 
 def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None:
-    """By itself vLLM leaves them waiting for their own timeouts, and the server for them."""
+    """By itself, vLLM leaves the callers waiting for their own timeouts, and the server for the callers."""
     server = server_in(tmp_path)
     body = {"model": "demo", "prompt": "def ", "max_tokens": 900, "ignore_eos": True}
-    body |= {"temperature": 2, "frequency_penalty": 2}  # what repeats itself is drafted, and over in a moment
+    body |= {"temperature": 2, "frequency_penalty": 2}  # repeats would be drafted, and over in a moment
     with server, ThreadPoolExecutor(2) as pool:
         processes = psutil.Process(server.process_id).children(recursive=True)
         engines = [process for process in processes if "EngineCore" in "".join(process.cmdline())]
@@ -132,7 +132,7 @@ def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None
         requests = [ask(False), ask(True)]
 
         def both_run() -> bool:
-            """On a busy machine the server may tell of neither before its end: then another one begins."""
+            """Return whether both run. A busy server may report neither before its end, so start new ones."""
             for stream in (False, True):
                 if requests[stream].done():
                     requests[stream] = ask(stream)
@@ -150,7 +150,7 @@ def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None
 
 
 def test_an_engine_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
-    """And saves before. By itself vLLM's stays alive, and a GPU's memory with it."""
+    """The engine saves before it ends. By itself, vLLM's engine stays alive, and keeps a GPU's memory."""
     server = server_in(tmp_path)
     with server:
         complete(server, code(907, 12), "killed")
@@ -165,7 +165,7 @@ def test_an_engine_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_where_vllm_serve_is_the_command_two_variables_switch_drafting_on(tmp_path: Path) -> None:
-    """As in a container whose image runs ``vllm serve``, and whose home can't be written."""
+    """A container's image may run ``vllm serve``, with a home folder that can't be written."""
     prompt, volume = code(909, 12), tmp_path / "volume"
     switched = {"AGENTSPEC": "1", "VLLM_PLUGINS": "agentspec", "HOME": "/proc", "XDG_DATA_HOME": str(volume)}
     server = ModelServer(
@@ -220,13 +220,13 @@ def test_redis_dies_and_returns_and_serves_the_next_process() -> None:
             again, figures = complete(server, code(904, 12), "redis-2")
             assert again == lost
             assert figures["accepted_by_source"]["session"] > 0
-            # The tenant's corpus was restored too: another session draws from it.
+            # The tenant's corpus was restored too: another session drafts from it.
             _, figures = complete(server, prompt, "redis-3")
             assert figures["accepted_by_source"]["global"] > 0
 
 
 def redis_dies_while_decoding(server: ModelServer, redis: RedisServer) -> None:
-    """kill -9 of Redis in the middle of a long answer, which must end as if nothing had happened."""
+    """Kill Redis with -9 in the middle of a long answer, which must end as if nothing had happened."""
     expected, _ = complete(server, code(903, 12), "redis-0", tokens=300)
     result: list[str] = []
     run = threading.Thread(target=lambda: result.append(complete(server, code(903, 12), "redis-other", tokens=300)[0]))

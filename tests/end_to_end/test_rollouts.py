@@ -1,4 +1,4 @@
-"""`agentspec rollout` on real vLLM: epochs draft from earlier ones, and a killed run is gone on with."""
+"""Test `agentspec rollout` on real vLLM: epochs draft from earlier ones, and a killed run can be continued."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def start(folder: Path, out: str, *options: str) -> subprocess.Popen[str]:
 
 
 def finish(run: subprocess.Popen[str]) -> list[list[str]]:
-    """Wait for a run; the rows of the table that it printed."""
+    """Wait for a run. Return the rows of the table that it printed."""
     out, errors = run.communicate(timeout=600)
     assert run.returncode == 0, errors[-3000:]
     return [re.split(r"\s{2,}", line.strip()) for line in out.splitlines() if line.strip()[:1].isdigit()]
@@ -87,7 +87,7 @@ def test_later_epochs_and_later_runs_draft_from_earlier_ones(folder: Path) -> No
 
 @pytest.mark.store
 def test_an_epochs_samples_are_of_its_weights(folder: Path) -> None:
-    """vLLM's prefix cache would begin them with what the weights before computed of the prompts."""
+    """Otherwise vLLM's prefix cache would reuse what earlier weights computed of the prompts."""
     other_weights(folder / "new")
     (folder / "hooks.py").write_text(
         "def load(llm, folder):\n"
@@ -130,7 +130,7 @@ def test_a_rollout_killed_three_times_writes_each_sample_once(folder: Path) -> N
         wanted = len(written) + kills.randint(1, 8)
         while run.poll() is None and (not out.exists() or len(lines(out)) < wanted):
             time.sleep(0.01)
-        os.killpg(run.pid, signal.SIGKILL)  # vLLM's own processes, too, as where a machine goes down
+        os.killpg(run.pid, signal.SIGKILL)  # kill vLLM's own processes too, as when a machine goes down
         run.communicate()
         now = lines(out)
         assert now[: len(written)] == written, "what was written stays"
@@ -151,13 +151,13 @@ def engine_core(run: subprocess.Popen[str]) -> int:
 
 @pytest.mark.rl
 def test_a_rollout_that_is_told_to_end_leaves_no_engine_behind(folder: Path) -> None:
-    """As by a cluster's scheduler, which tells the command alone."""
+    """A cluster's scheduler, for example, signals only the command."""
     out, run = folder / "rollouts.jsonl", start(folder, "rollouts.jsonl", "--epochs", "50")
     while run.poll() is None and (not out.exists() or not lines(out)):
         time.sleep(0.01)
     core = engine_core(run)
     run.terminate()
-    _, errors = run.communicate(timeout=300)  # which waits for all that hold its pipes
+    _, errors = run.communicate(timeout=300)  # this waits for all processes that hold its pipes
     assert run.returncode == 130 and "Traceback" not in errors
     assert not Path(f"/proc/{core}").exists()
     assert out.read_text().endswith("\n")
@@ -165,7 +165,7 @@ def test_a_rollout_that_is_told_to_end_leaves_no_engine_behind(folder: Path) -> 
 
 @pytest.mark.rl
 def test_a_rollout_whose_engine_is_killed_ends(folder: Path) -> None:
-    """As where memory is short. vLLM's client waits for ever for the next step's output."""
+    """The kernel may kill it if memory is short. vLLM's client would wait for the next output for ever."""
     out, run = folder / "rollouts.jsonl", start(folder, "rollouts.jsonl", "--epochs", "50")
     while run.poll() is None and (not out.exists() or not lines(out)):
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""T > 0: the extension changes the speed and not the distribution of what is sampled."""
+"""Test T > 0: the extension changes the speed, and not the distribution of sampled tokens."""
 
 from collections import Counter
 from typing import Any
@@ -15,7 +15,7 @@ CALLS, SAMPLES, POSITIONS = 60, 10, 4
 
 
 def sample(server: ModelServer, temperature: float = 1.3, top_p: float = 0.9) -> list[Counter[int]]:
-    """600 continuations: how often each token was sampled at each position. Later ones draft from earlier ones."""
+    """Sample 600 continuations. Return the token counts at each position. Later samples draft from earlier ones."""
     counts: list[Counter[int]] = [Counter() for _ in range(POSITIONS)]
     with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=600) as client:
         for _ in range(CALLS):
@@ -37,7 +37,7 @@ def sample(server: ModelServer, temperature: float = 1.3, top_p: float = 0.9) ->
 
 
 def deviation(a: Counter[int], b: Counter[int]) -> float:
-    """How far two samples are from one distribution: Pearson's chi-square as a standard normal deviate.
+    """Return how far two samples are from one distribution: Pearson's chi-square as a standard normal deviate.
 
     Rare outcomes are pooled. Wilson-Hilferty: (X/k)^(1/3) is about normal with mean 1 - 2/(9k), variance 2/(9k).
     """
@@ -60,6 +60,6 @@ def test_sampled_tokens_have_the_same_distribution(plain: ModelServer, priced: M
     assert accepted > 200, "too little was accepted to test anything"
     assert drafted - accepted > 200, "too little was rejected to test anything"
     assert [deviation(one, other) < 4.5 for one, other in zip(found, expected, strict=True)] == [True] * POSITIONS
-    # The same statistic sees another temperature, so it would have seen a lost one.
+    # The same statistic detects another temperature, so it would have detected a lost one.
     colder = sample(plain, temperature=0.9)
     assert max(deviation(one, other) for one, other in zip(colder, expected, strict=True)) > 4.5

@@ -1,4 +1,4 @@
-"""Session ids by all three ways; turn 2 drafts from turn 1; figures by request; bad ids."""
+"""Test session ids in all three places, drafts of turn 2 from turn 1, figures of requests, and bad ids."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 
 def figures(server: ModelServer, request_id: str) -> dict[str, Any]:
-    """The server's figures of one request."""
+    """Return the server's figures of one request."""
     answer: dict[str, Any] = server.get(f"/v1/agentspec/requests/{request_id}")
     return answer
 
@@ -54,7 +54,7 @@ def test_a_second_turn_drafts_from_the_first_of_its_session(priced: ModelServer,
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_behind_a_stop_text_counts_or_is_kept(priced: ModelServer, stream: bool) -> None:
-    """vLLM finds the stop text in the API server, when the engine has accepted a draft that goes far beyond it."""
+    """vLLM finds the stop text in the API server, after the engine has accepted a draft that goes far beyond it."""
     if tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 32):
         pytest.skip("this vLLM counts itself what it verified behind a stop text")
     client = openai.OpenAI(base_url=priced.base_url, api_key="none")
@@ -84,16 +84,16 @@ def test_nothing_behind_a_stop_text_counts_or_is_kept(priced: ModelServer, strea
 
 
 def test_a_response_with_a_stop_text_whose_caller_leaves_is_kept_at_once(priced: ModelServer) -> None:
-    """The server has nothing else to do then, and no later step tells that nobody will say how long it was."""
+    """The server is idle then, so no later step could end the wait for the response's length."""
     body = {"model": "demo", "prompt": code(270, 12), "max_tokens": 700, "ignore_eos": True}
-    body |= {"temperature": 2, "frequency_penalty": 2}  # what repeats itself is drafted, and over in a moment
+    body |= {"temperature": 2, "frequency_penalty": 2}  # repeats would be drafted, and over in a moment
     body |= {"stop": ["never said"], "stream": True, "return_token_ids": True}
     # A busy machine may let the engine run for seconds before the caller gets its first token.
     assert any(leave_early(priced, body | {"session_id": f"left-by-its-caller-{number}"}) < 700 for number in range(8))
 
 
 def leave_early(priced: ModelServer, body: dict[str, Any]) -> int:
-    """Leave a response after some tokens. Return the number of tokens that are kept of it."""
+    """Leave a response after some tokens. Return how many of its tokens are kept."""
     said = 0
     with httpx.stream("POST", f"{priced.base_url}/completions", json=body, timeout=600) as reply:
         for line in reply.iter_lines():
@@ -137,7 +137,7 @@ def test_a_child_agent_drafts_from_its_parent_and_ends(priced: ModelServer) -> N
     assert accepted(x_session_id="the-child", x_parent_session_id="the-root")["group"] > 0
     held = priced.stats()["cache"]["sessions"]
     assert accepted(x_session_id="the-root", x_session_final="true")["session"] > 0
-    accepted(x_session_id="a-stranger")  # by now the worker knows that the one before has ended
+    accepted(x_session_id="a-stranger")  # now the worker knows that the earlier session has ended
     wait_for(lambda: priced.stats()["cache"]["sessions"] == held - 1)
 
 
@@ -191,7 +191,7 @@ def test_what_vllm_refuses_with_any_speculation_is_what_the_documents_say(
 
 
 def test_named_tokens_have_their_log_probabilities_beside_drafts(priced: ModelServer, plain: ModelServer) -> None:
-    """vLLM's own speculation returns none, and ends the engine where another request wants log probabilities too."""
+    """vLLM's own speculation returns none, and ends the engine if another request wants log probabilities too."""
     body: dict[str, Any] = {"model": "demo", "prompt": [300 + k % 20 for k in range(100)], "max_tokens": 40}
     body |= {"temperature": 0, "ignore_eos": True, "return_tokens_as_token_ids": True}
     asked = [body | {"logprobs": 2, "logprob_token_ids": [310, 311]}, body | {"logprobs": 1, "prompt": [305] * 90}]

@@ -1,6 +1,6 @@
-"""Who drafts from whose text on real servers: API keys, cache salts, LoRA adapters, a named tenant, scopes.
+"""Test who drafts from whose text on real servers: API keys, cache salts, LoRA adapters, a named tenant, scopes.
 
-Each denial stands beside a hit with the same text, which shows that it could have been drafted from.
+Beside each denial stands a hit with the same text, which shows that the text can be drafted.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ KEEP_TO_SESSION: dict[str, Any] = {"vllm_xargs": {"agentspec_scope": "session"}}
 
 
 def silent_adapter(folder: Path) -> Path:
-    """A LoRA adapter for the demo's model that changes nothing: its answers are the model's own."""
+    """Return a LoRA adapter for the demo's model that changes nothing: its answers are the model's own."""
     folder.mkdir()
     config = json.loads((MODEL / "config.json").read_text())
     width, rank = config["hidden_size"], 8
@@ -51,13 +51,13 @@ def silent_adapter(folder: Path) -> Path:
 
 
 def scale_out() -> tuple[str, ...]:
-    """The option that opens the route for token ids, where this vLLM has one."""
+    """Return the option that opens the route for token ids, if this vLLM has it."""
     files = Path(importlib.util.find_spec("vllm").origin or "").parent.glob("entrypoints/*/cli_args.py")  # type: ignore[union-attr]
     return ("--enable-scale-out",) if any("enable_scale_out" in file.read_text() for file in files) else ()
 
 
 def messages_take_xargs() -> bool:
-    """Whether vLLM's /v1/messages reads ``vllm_xargs``: from 0.29 on."""
+    """Return whether vLLM's /v1/messages reads ``vllm_xargs``, as from 0.29 on."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
     return "vllm_xargs" in AnthropicMessagesRequest.model_fields
@@ -65,8 +65,8 @@ def messages_take_xargs() -> bool:
 
 @pytest.fixture(scope="module")
 def shared_by(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ModelServer]]:
-    """Servers that check API keys: one without a tenant, which has two adapters, and one of tenant acme, on which two
-    keys belong to tenant rival. A third checks no keys and trusts a gateway's headers."""
+    """Start three servers. Two check API keys: one has no tenant and two adapters, the other has tenant acme, and two
+    of its keys belong to tenant rival. The third checks no keys and trusts a gateway's headers."""
     folder = tmp_path_factory.mktemp("sharing")
     keys = folder / "keys"
     keys.write_text("".join(f"{hashlib.sha256(key.encode()).hexdigest()} rival\n" for key in (CAT, DAN)))
@@ -121,11 +121,11 @@ ROUTES: dict[str, tuple[str, Callable[[str], dict[str, Any]], tuple[str, ...]]] 
         ("generate-tokens-{}",),
     ),
 }
-"""Routes into the engine: path, body for a prompt, ids under which the figures of a request may be kept."""
+"""Routes into the engine: path, body for a prompt, and ids under which a request's figures may be kept."""
 
 
 class Caller:
-    """Asks for the same long answer each time, and says what it was drafted from."""
+    """Ask for the same long answer each time, and return the sources that it was drafted from."""
 
     def __init__(self, server: ModelServer, seed: int, route: str = "completions") -> None:
         self.server = server
@@ -135,7 +135,7 @@ class Caller:
         self._own = uuid.uuid4().hex[:8]
 
     def named(self, name: str) -> str:
-        """A session or group of this test alone."""
+        """Return a session or group name of this test alone."""
         return f"{name}-{self._own}"
 
     def ask(
@@ -148,7 +148,7 @@ class Caller:
         headers: dict[str, str] | None = None,
         **body: Any,
     ) -> dict[str, int]:
-        """Tokens accepted from what others said, by source. The text must always be the same."""
+        """Return the tokens accepted from other requests' text, by source. Check that the answer is always the same."""
         number = uuid.uuid4().hex
         xargs = {"group_id": self.named(group), **body.pop("vllm_xargs", {})}
         request = {"model": model, **self._body(self.prompt), "temperature": 0, "max_tokens": 48, "ignore_eos": True}
@@ -176,7 +176,7 @@ class Caller:
 
 
 def _text_of(answer: Any) -> Any:
-    """What a reply says: all its texts and token ids."""
+    """Return a reply's texts and token ids."""
     if isinstance(answer, dict):
         return [answer.get("text"), answer.get("content"), answer.get("token_ids")] + [
             _text_of(value)
@@ -187,7 +187,7 @@ def _text_of(answer: Any) -> Any:
 
 
 def forged(key: str, session: str, group: str = "g") -> list[Any]:
-    """The identity of the caller with this key, as the API server would write it. The forger even knows the secret."""
+    """Return this caller's identity as the API server would write it. The forger even knows the secret."""
     shown = Presented([(b"authorization", f"Bearer {key}".encode())], verified=True)
     tagger = RequestTagger(Callers(Settings(store="memory://"), SECRET.encode()), "tenant")
     given = {"session_id": session, "group_id": group, "parent_session_id": "p", "weight_version": "w"}
@@ -219,7 +219,7 @@ def test_a_key_hits_and_another_does_not_by_every_route(shared_by: dict[str, Mod
         {"agentspec_tenant": as_ada[0], "agentspec_principal": as_ada[7], "agentspec_session": as_ada[1]},
     ]
     headers = {"X-Principal": "ada", "X-Tenant": str(as_ada[0]), "X-Agentspec-Identity": json.dumps(as_ada)}
-    if route == "messages" and not messages_take_xargs():  # then there are no other claims, and no scope
+    if route == "messages" and not messages_take_xargs():  # then a body has no claims and no scope
         assert caller.ask(BOB, "one", headers=headers) == NOWHERE
         return
     for number, claim in enumerate(claims):
@@ -256,7 +256,7 @@ def test_sessions_are_listed_exported_imported_and_erased_by_their_principal(sha
     copy = caller.named("import")
     assert call(BOB, "PUT", f"/{copy}", content=export.content).json()["added"] == 1
     assert caller.ask(BOB, "import", **KEEP_TO_SESSION)["session"] > 0
-    assert call(BOB, "DELETE", f"/{name}").status_code == 200  # his own of that name, which does not exist
+    assert call(BOB, "DELETE", f"/{name}").status_code == 200  # Bob's own session of that name, which does not exist
     assert caller.ask(ADA, "one", **KEEP_TO_SESSION)["session"] > 0
     while (erased := call(ADA, "DELETE", f"/{name}")).status_code == 202:
         assert time.monotonic() < until
@@ -338,7 +338,7 @@ def test_a_gateways_headers_separate_principals_and_tenants(shared_by: dict[str,
     assert bobs["global"] > 0 and bobs["session"] == bobs["group"] == 0
     assert ask("ada", "rival") == NOWHERE
     assert ask("ada", None) == NOWHERE
-    assert ask("ada", None, "two", group="elsewhere")["global"] > 0  # a tenant of her own
+    assert ask("ada", None, "two", group="elsewhere")["global"] > 0  # Ada has her own tenant
     assert ask("bob", None) == NOWHERE
 
 
@@ -377,6 +377,6 @@ def test_the_server_says_at_start_who_shares(shared_by: dict[str, ModelServer], 
     }
     for server, line in lines.items():
         said = [text for text in server.log.read_text().splitlines() if "agentspec: suffix index (" in text]
-        assert said  # more than once where another test has restarted the server
+        assert said  # several lines if another test has restarted the server
         price = "measured" if server is fast else PRICED[1]
         assert all(text.endswith(f"tokens, price {price}; {line}") for text in said)

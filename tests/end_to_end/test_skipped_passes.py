@@ -1,4 +1,4 @@
-"""vLLM's own drafters draft the same whether their passes run in every step or wait for one that drafts."""
+"""Test that vLLM's own drafters draft the same whether they run in every step or only in steps that ask them."""
 
 import json
 import os
@@ -16,11 +16,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.drafters]
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 26}
-"""Prompts come in chunks beside rows that rest, the kept tokens do not fit beside them, and rows are preempted."""
+"""With these, prompts come in chunks beside rows that rest, kept tokens do not fit in, and rows are preempted."""
 
 
 def run(drafter: str, tokens: int, mode: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One engine, in a process of its own."""
+    """Run one engine in its own process. Return what it wrote."""
     method = {"method": drafter, "model": str(MODEL.with_name(drafter)), "num_speculative_tokens": tokens}
     out = folder / f"{mode}.json"
     arguments = (str(MODEL), json.dumps(method), mode, json.dumps(job), str(out))
@@ -33,7 +33,7 @@ def run(drafter: str, tokens: int, mode: str, job: dict[str, Any], folder: Path)
 
 
 def tokens_of(draft: list[tuple[int, float]]) -> list[int]:
-    """Its tokens without their probabilities."""
+    """Return a draft's tokens without their probabilities."""
     return [token for token, _ in draft]
 
 

@@ -1,4 +1,4 @@
-"""Training from nothing but prompts, and from what a server has stored: real vLLM answers, a speculator comes out."""
+"""Test training from prompts alone, and from a server's store: real vLLM answers, a speculator comes out."""
 
 import json
 import os
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.store]
 
 
 def settings(folder: Path, source: dict[str, Any]) -> dict[str, Any]:
-    """A few steps on the demo's model."""
+    """Return the settings of a few training steps on the demo's model."""
     return {
         "micro_batch_size": 2,
         "train_iters": 3,
@@ -38,7 +38,7 @@ def settings(folder: Path, source: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(folder: Path, source: dict[str, Any]) -> dict[str, Any]:
-    """Run `agentspec train`; the report."""
+    """Run `agentspec train`. Return its report."""
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(settings(folder, source)))
     command = [sys.executable, "-m", "agentspec", "train", str(file)]
@@ -50,7 +50,7 @@ def train(folder: Path, source: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_prompts_are_answered_by_the_target(tmp_path: Path) -> None:
-    """Those that an earlier run, cut off while it wrote, has no answer to."""
+    """The target answers the prompts to which an earlier run, cut off while it wrote, has no answer."""
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"id": f"p{i}", "messages": [{"role": "user", "content": make_task(i).request}]} for i in range(8)]
     lines[3] = {"id": "p3", "prompt": "def "}

@@ -1,4 +1,4 @@
-"""TRL as it is: one environment variable makes the rollouts of its GRPO trainer draft."""
+"""Test TRL unmodified: one environment variable makes the rollouts of its GRPO trainer draft."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ STEPS = 12
 
 
 def train(folder: Path, switch: str) -> tuple[list[dict[str, Any]], str]:
-    """Run the example; the figures of its steps, and what it logged."""
+    """Run the example. Return the figures of its steps, and its log."""
     figures = folder / f"figures-{switch}.jsonl"
     command = [sys.executable, str(ROOT / "examples" / "rl" / "grpo.py"), "--steps", str(STEPS)]
     environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "AGENTSPEC": switch, "AGENTSPEC_STORE": "memory://"}
@@ -58,7 +58,7 @@ def test_one_variable_makes_trl_draft(tmp_path: Path) -> None:
     rate = sum(line["accepted"] for line in later) / sum(line["drafted"] for line in later)
     assert rate > 0.5
     assert all(line["drafted"] == 0 for line in plain)
-    # each row decodes one token and what was accepted in a step; plain vLLM decodes one token
+    # In a step each row decodes one token plus the accepted ones; in plain vLLM it decodes one token.
     assert sum(line["tokens"] - line["accepted"] for line in drafting) < 0.8 * sum(line["tokens"] for line in drafting)
 
     differences = [fmean(line["logp_difference"] for line in run) for run in (drafting, plain)]
