@@ -1,4 +1,4 @@
-"""Decoding goes on whatever Redis does, and what it acknowledged is there afterwards or named as lost.
+"""Test that decoding goes on whatever Redis does, and that acknowledged turns are kept, or named as lost.
 
 Each test decodes on the real cache while a real Redis fails.
 """
@@ -58,7 +58,7 @@ def test_restarted_empty(caplog: pytest.LogCaptureFixture) -> None:
         wait_until(lambda: serving.persistence.stats()["writer"]["state"] != "closed")
         acknowledged = serving.acknowledged()
         held = serving.engine.cache.stats().tokens
-        time.sleep(1.1)  # longer, and a log that retention cut would cost what is held of its tenant
+        time.sleep(1.1)  # a longer outage of a log cut by retention would drop its tenant's text
         server.start()
         serving.go_on(20)
         serving.settle()
@@ -83,7 +83,7 @@ def test_full() -> None:
 
 
 def test_evicting() -> None:
-    """Only keys that expire are evicted, which all do where there is a retention in days."""
+    """Only keys that expire are evicted. With a retention in days, all keys expire."""
     options = {"maxmemory-policy": "volatile-lru", "maxmemory-samples": "10"}
     with RedisServer(options) as server, Serving(server.url, retention=Retention(days=1)) as serving:
         store = open_store(server.url)
@@ -187,7 +187,7 @@ def test_a_node_of_a_cluster_frozen() -> None:
 
 @pytest.mark.parametrize("fault", ["frozen", "killed"])
 def test_a_node_of_a_cluster_that_is_away_holds_up_no_log_of_the_others(fault: str) -> None:
-    """Neither writing nor following."""
+    """It holds up neither writing nor following."""
     with RedisClusterServers() as servers:
         store = open_store(servers.url)
         writer = BackgroundWriter(store)
@@ -240,7 +240,7 @@ def held_until(event: threading.Event, begun: threading.Event, call: Callable[..
 
 
 def test_back_after_what_the_server_knew_of_the_writer_has_expired(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an hour: the time after which a writer is forgotten is a second here."""
+    """A writer is forgotten after an hour, which is a second here."""
     for module in ("redis_shard", "redis_losses"):
         monkeypatch.setattr(f"agentspec.cache.store.{module}.WRITER_SECONDS", 1)
     with RedisServer() as server, Serving(server.url) as serving:
@@ -260,7 +260,7 @@ def test_back_after_what_the_server_knew_of_the_writer_has_expired(monkeypatch: 
 
 
 def test_a_slow_session_holds_up_no_other() -> None:
-    """The server never answers what concerns one session; the others are loaded, and decoding goes on."""
+    """The server never answers for one session. The others are loaded, and decoding goes on."""
     with RedisServer() as server:
         with Serving(server.url) as before:
             before.go_on(20)

@@ -1,4 +1,4 @@
-"""The store under real faults: processes and servers killed with kill -9 while they work."""
+"""Test the store under real faults: processes and servers killed with kill -9 while they work."""
 
 import signal
 import sqlite3
@@ -23,7 +23,7 @@ from agentspec.cache.store import (
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS, gather, number_of, turn, wait_until
 
-# prints how many records are acknowledged whenever that has changed, until it is killed
+# Prints the number of acknowledged records whenever it has changed, until it is killed.
 _WRITER = """
 import sys
 import time
@@ -78,7 +78,7 @@ def test_what_was_acknowledged_survives_the_writers_kill_9(tmp_path: Path, ackno
     assert found == list(range(len(found)))
 
 
-# appends to a session of its own and erases another one all the time; prints what is acknowledged and what is erased
+# Appends to its own session and erases another one all the time. Prints what is acknowledged and what is erased.
 _BUSY = """
 import sys
 from pathlib import Path
@@ -189,13 +189,13 @@ def test_redis_killed_while_batches_fly_neither_loses_nor_doubles_a_record() -> 
             put += 1500
             wait_until(lambda count=put - 1000: writer.stats().persisted > count)  # type: ignore[misc]
             server.kill()
-            kills += writer.stats().queued > 0  # else this process was held up before
+            kills += writer.stats().queued > 0  # otherwise this process was held up before
             server.start()
         assert writer.flush(60)
         found = stored(store)
         if (
             "short read" in server.log()
-        ):  # killed in a write: Redis 7.0 runs the batch's beginning at its next start, too
+        ):  # killed in a write: at its next start, Redis 7.0 also runs the beginning of the batch
             found = list(dict.fromkeys(found))
         assert found == list(range(put))
         writer.close()

@@ -1,4 +1,4 @@
-"""What scripts/setup.sh says where pip does not find a package."""
+"""Test what scripts/setup.sh says if pip does not find a package."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Test what a user without a compiler is told who installs from the sdist."""
+"""Test what a user who installs from the sdist without a compiler is told."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ COMPILERS = ("c++", "g++", "cc", "gcc", "clang", "clang++", "icpx")
 
 @pytest.fixture
 def sdist(tmp_path: Path) -> Iterator[Path]:
-    """The sdist, built from this checkout."""
+    """Build the sdist from this checkout, and return its path."""
     code = f"from scikit_build_core.build import build_sdist; print(build_sdist({str(tmp_path)!r}))"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     yield tmp_path / ran.stdout.splitlines()[-1]
@@ -23,7 +23,7 @@ def sdist(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def path_without_compiler(tmp_path: Path) -> str:
-    """A PATH on which the tools for building are found and a compiler isn't."""
+    """Return a PATH with the tools for building, but without a compiler."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in ("cmake", "ninja"):

@@ -1,4 +1,4 @@
-"""The report: what it says of a record, and how it looks in a browser."""
+"""Test the report: what it says of a record, and how it looks in a browser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reply(session: str | None, text: str | None = "def f(): return 1", **fields:
 
 
 def detailed(session: str) -> dict[str, Any]:
-    """A reply of 6 tokens in 3 steps."""
+    """Return a reply of 6 tokens in 3 steps."""
     steps = [
         [[["def", None]], []],
         [[[" f", "session"], ["():", "session"], [" return", None]], [[" pass", "session"], [None, "global"]]],
@@ -52,13 +52,13 @@ def record(tmp_path: Path) -> Path:
 
 
 def step(request: str, session: str | None, key: str | None) -> dict[str, Any]:
-    """A line of the server's record."""
+    """Return a line of the server's record."""
     step = {"step": 1, "request": request, "session": session, "session_key": key}
     return {**step, "source": None, "drafted": 0, "accepted": 0, "tokens": 1, "ns": 0}
 
 
 def test_sessions_of_different_callers_are_told_apart_although_they_have_one_name(tmp_path: Path) -> None:
-    """Keys and salts make callers; their sessions were one, in which their turns took turns."""
+    """Keys and salts tell callers apart. Otherwise their turns would alternate in one session."""
     adas, bobs = "a1" * 16, "b2" * 16
     lines = [step("1", "fix-42", adas), step("2", "fix-42", bobs), step("3", "fix-42", adas), step("4", "one", adas)]
     run = read_run(write(tmp_path / "steps.jsonl", *lines, step("5", None, None), step("6", None, None)))
@@ -90,7 +90,7 @@ def test_a_reply_whose_tokens_are_not_told_has_no_speed(tmp_path: Path) -> None:
     run = read_run(write(tmp_path / "replies.jsonl", *lines))
     told, untold = run.sessions[0].turns
     assert told.speed == run.sessions[0].total.speed == run.total.speed and untold.speed is None
-    assert [len(session.turns) for session in run.sessions] == [2, 1, 1]  # one is named like those without a name
+    assert [len(session.turns) for session in run.sessions] == [2, 1, 1]  # one session is named like those without
     assert "0 tokens a second" not in render(run)
 
 
@@ -163,7 +163,7 @@ def test_the_page_never_takes_the_place_of_the_record(record: Path) -> None:
 
 @pytest.mark.parametrize("before", [None, "an earlier page"])
 def test_a_page_that_cannot_be_written_whole_is_not_there(record: Path, tmp_path: Path, before: str | None) -> None:
-    """Half of a page looks whole, and took the place of the one before."""
+    """Half of a page looks whole, and would replace the earlier one."""
     page = tmp_path / "pages" / "report.html"
     page.parent.mkdir()
     if before is not None:
@@ -181,7 +181,7 @@ def test_a_line_that_was_not_written_to_its_end_is_left_out(record: Path) -> Non
     whole = len(read_run(record).sessions)
     record.write_bytes(record.read_bytes() + b'{"session": "new", "seco')
     assert len(read_run(record).sessions) == whole
-    after = (json.dumps(reply(name)) + "\n" for name in ("behind the broken one", "later"))  # by the next run
+    after = (json.dumps(reply(name)) + "\n" for name in ("behind the broken one", "later"))  # appended by the next run
     record.write_bytes(record.read_bytes() + "".join(after).encode())
     assert [session.name for session in read_run(record).sessions[whole:]] == ["later"]
     record.write_bytes(record.read_bytes() + b'{"other": 1}\n')

@@ -1,4 +1,4 @@
-"""What ``agentspec rollout`` prints, with an engine that answers at once."""
+"""Test what ``agentspec rollout`` prints, with an engine that answers at once."""
 
 import io
 import json
@@ -25,7 +25,7 @@ Refusal = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def own_store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test writes into the user's data folder, or leaves its --store to the next."""
+    """Keep tests from writing into the user's data folder, and from leaving their --store to the next."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
     monkeypatch.setenv("AGENTSPEC_STORE", "")
 
@@ -38,7 +38,7 @@ def test_progress_in_a_log_is_lines(
     seconds: float,
     lines: int,
 ) -> None:
-    """A bar is drawn in a terminal only: under nohup it came when the rollout was over."""
+    """A bar is drawn in a terminal only. In a log it would come when the rollout is over."""
     problems, out = tmp_path / "problems.jsonl", tmp_path / "out.jsonl"
     problems.write_text("".join(json.dumps({"id": name, "prompt": "one two"}) + "\n" for name in "ab"))
 
@@ -73,7 +73,7 @@ def test_progress_in_a_log_is_lines(
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_table_of_a_large_rollout_is_whole(width: int) -> None:
-    """At 80 columns the header of tokens a step was cut."""
+    """At 80 columns, the header of tokens a step must not be cut."""
     figures = EpochFigures(11, 524_288, 300_000, 224_288, 107_374_182, 31_457_280, 99_999_999, 55_000_000, 12_345.6)
     figures.rewarded, figures.reward_sum, figures.reward_errors = 524_000, 262_000.0, 288
     table = rollout._table()
@@ -116,7 +116,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
 def test_the_documentations_script_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
 ) -> None:
-    """Where vLLM's engine process imports it, as on CPUs, it starts no engine: one that did brought none up."""
+    """On CPUs, vLLM's engine process imports the script. If that started another engine, none would come up."""
     page = (Path(__file__).parents[2] / "docs" / "rl.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     started = []
@@ -136,7 +136,7 @@ def test_the_documentations_script_runs(
 @pytest.fixture
 def problems(tmp_path: Path) -> Path:
     path = tmp_path / "problems.jsonl"
-    path.write_text('{"id": "a", "epoch": 3, "prompt": "one two"}')  # begins as a sample does
+    path.write_text('{"id": "a", "epoch": 3, "prompt": "one two"}')  # it begins like a sample
     return path
 
 
@@ -167,7 +167,7 @@ def test_the_problems_are_never_written_over(
 def test_an_interrupted_rollout_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
 ) -> None:
-    """vLLM's processes say much as they end, and nothing of the samples."""
+    """vLLM's processes print much as they end, and nothing about the samples."""
     (problems.parent / "weights_of_two.py").write_text(
         "def load(llm, epoch):\n    if epoch == 2:\n        raise KeyboardInterrupt\n"
     )
@@ -181,7 +181,7 @@ def test_an_interrupted_rollout_says_how_to_go_on(
 def test_a_file_that_cannot_hold_samples_is_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], problems: Path
 ) -> None:
-    """By its option, before the engine starts."""
+    """The error names its option, before the engine starts."""
     for out, said in (
         (problems / "out.jsonl", f"cannot be written ({problems}: File exists)"),
         (problems.parent, "cannot be written (Is a directory)"),
@@ -209,7 +209,7 @@ def test_a_file_that_cannot_hold_samples_is_named(
 def test_a_number_that_cannot_work_is_named_before_vllms_start(
     refusal: Refusal, option: tuple[str, ...], said: str
 ) -> None:
-    """It was a traceback, minutes later."""
+    """Otherwise it would be a traceback, minutes later."""
     assert said in refusal(*option)
 
 
@@ -227,7 +227,7 @@ def test_a_number_that_cannot_work_is_named_before_vllms_start(
 def test_a_store_or_file_that_cannot_be_used_is_named_before_vllms_start(
     monkeypatch: pytest.MonkeyPatch, refusal: Refusal, option: tuple[str, ...], said: str
 ) -> None:
-    """It took until vLLM was imported, and longer."""
+    """Importing vLLM takes long, so the check must come before."""
     monkeypatch.setattr(offline, "sampling_params", lambda _: pytest.fail("vLLM was imported"))
     assert said in refusal(*option)
 
@@ -278,7 +278,7 @@ def test_engine_options_go_together_with_the_others(
 def test_a_plain_rollout_checks_what_it_leaves_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
 ) -> None:
-    """The command that drafts, with --plain behind it, is what it is compared with."""
+    """A plain rollout is the same command with --plain added, so the other options are checked, too."""
     base = [str(problems), "--out", str(problems.parent / "out.jsonl"), "--plain"]
     for wrong, said in (
         (("--max-draft", "-4"), "got -4"),
@@ -311,7 +311,7 @@ def test_progress_in_a_narrow_terminal_has_the_count(width: int) -> None:
 def test_an_option_wins_over_the_same_value_among_engine_options(
     monkeypatch: pytest.MonkeyPatch, problems: Path
 ) -> None:
-    """As with `agentspec serve`, whose options win over --additional-config."""
+    """The same holds for `agentspec serve`, whose options win over --additional-config."""
     base = [str(problems), "--out", str(problems.parent / "out.jsonl"), "--engine"]
     given = {"dtype": "float16", "max_model_len": 8, "max_num_seqs": 2, "enforce_eager": False}
     engine = json.dumps({**given, "additional_config": {"agentspec": {"verify_cost": 0.5}}})

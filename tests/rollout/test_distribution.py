@@ -1,4 +1,4 @@
-"""A file holds samples of one distribution."""
+"""Test that a file holds samples of one distribution."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_samples_of_another_distribution_are_not_mixed(tmp_path: Path, asked: Pl
 
 
 def test_samples_of_another_model_are_not_mixed(tmp_path: Path) -> None:
-    """A folder is the same however its path is written, and another where a link leads elsewhere meanwhile."""
+    """A folder counts as the same however its path is written, and as another if a link now leads elsewhere."""
     folders = [tmp_path / "step-1", tmp_path / "step-2"]
     for folder in folders:
         folder.mkdir()
@@ -81,7 +81,7 @@ def test_what_changes_no_distribution_is_free(tmp_path: Path) -> None:
 
 
 def test_samples_of_an_earlier_release_are_gone_on_with(tmp_path: Path) -> None:
-    """They do not say how they were sampled. What is sampled behind them does."""
+    """Such samples do not say how they were sampled. New ones behind them do."""
     path = tmp_path / "r.jsonl"
     run(path, Plan(samples=1))
     lines = [json.loads(line) for line in path.read_text().splitlines()]

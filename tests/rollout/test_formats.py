@@ -1,4 +1,4 @@
-"""What trainers read: TRL's parquet and rollout_func, verl's JSON lines, and Hugging Face datasets."""
+"""Test what trainers read: TRL's parquet and rollout_func, verl's JSON lines, and Hugging Face datasets."""
 
 import errno
 import json
@@ -37,7 +37,7 @@ def test_half_a_character_in_a_field_does_not_lose_the_epoch(tmp_path: Path) -> 
 
 
 def test_an_epoch_of_an_earlier_release_has_no_numbers_that_json_lacks(tmp_path: Path) -> None:
-    """Whose files of samples have `NaN` in the problems' fields."""
+    """Earlier releases wrote `NaN` into the problems' fields."""
     path = write_verl([Sample("a", 0, 0, [1], [2], [0.0], "x", fields={"answer": float("nan")})], tmp_path, 0, decode)
     assert '"gts": null' in path.read_text()
 

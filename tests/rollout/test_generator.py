@@ -1,4 +1,4 @@
-"""The loop around the engine, with an engine that answers at once; the real one is in end_to_end/test_rollouts.py."""
+"""Test the loop around an engine that answers at once; a real engine is in end_to_end/test_rollouts.py."""
 
 import asyncio
 import time
@@ -37,10 +37,10 @@ def test_each_sample_is_written_once_with_what_a_trainer_needs(tmp_path: Path) -
 
 
 def test_steps_are_counted_and_not_reckoned_from_accepted_tokens(tmp_path: Path) -> None:
-    """A stop text or the end inside of a draft: accepted tokens behind it are not in the answer."""
+    """Accepted tokens behind a stop text, or behind an end within a draft, are not in the answer."""
 
     class Late(Engine):
-        """Gives each answer in its third step."""
+        """Give each answer in its third step."""
 
         steps = 0
 
@@ -64,7 +64,7 @@ def test_steps_are_counted_and_not_reckoned_from_accepted_tokens(tmp_path: Path)
 def test_where_vllm_gives_no_figures_of_drafts_the_engine_is_asked(
     drafts: bool, given: bool, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.28 has none, and takes no option for them."""
+    """vLLM 0.28 has no such figures, and no option for them."""
     monkeypatch.setattr(offline, "has_draft_figures", lambda: given)
     monkeypatch.setattr(generator, "has_draft_figures", lambda: given)
 
@@ -95,7 +95,7 @@ def test_a_second_run_samples_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_other_prompts_than_before_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They would be in one group with the samples of the prompts before."""
+    """Their samples would be in one group with those of the earlier prompts."""
     run(tmp_path / "r.jsonl", Plan(samples=1))
     run(tmp_path / "r.jsonl", Plan(samples=2))
     assert "other prompts" not in caplog.text
@@ -119,7 +119,7 @@ def test_the_engine_never_holds_more_than_it_can_use(tmp_path: Path) -> None:
 
 
 def test_samples_that_wait_for_slow_rewards_are_bounded(tmp_path: Path) -> None:
-    """They are held in memory, so the engine goes on as fast as rewards come."""
+    """They are held in memory, so the engine must wait for rewards."""
     engine, open_ = Engine(batch=2), [0]
 
     def reward(problem: Any, sample: Sample) -> float:
@@ -134,7 +134,7 @@ def test_samples_that_wait_for_slow_rewards_are_bounded(tmp_path: Path) -> None:
 
 
 def test_it_is_told_how_many_prompts_are_tokens_before_anything_is_sampled(tmp_path: Path) -> None:
-    """Tokenising takes minutes for a million problems, in which nothing was shown."""
+    """Tokenising a million problems takes minutes, in which progress is shown."""
     engine, told = Engine(), list[tuple[int, int, int]]()
     problems = [Problem(str(number), [7]) for number in range(250)]
     with Journal(tmp_path / "r.jsonl") as journal:
@@ -144,7 +144,7 @@ def test_it_is_told_how_many_prompts_are_tokens_before_anything_is_sampled(tmp_p
 
 
 def test_a_huge_number_of_samples_takes_no_memory(tmp_path: Path) -> None:
-    """A list of all their names took 844 MB for three problems with two million each, before the first was sampled."""
+    """Before the first sample, a list of all names would take 844 MB for three problems with two million each."""
     engine = Engine(batch=3, fail_after=9)
     with pytest.raises(RuntimeError, match="the engine died"):
         run(tmp_path / "r.jsonl", Plan(samples=10**12), engine)
@@ -164,7 +164,7 @@ def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path
     engine = Engine()
     _, samples = run(path, Plan(samples=1, epochs=3), engine, update_weights=update)
     assert calls == [0, 1, 2]
-    assert engine.resets == [0, 3]  # or the next samples would begin with what the weights before computed
+    assert engine.resets == [0, 3]  # otherwise the next samples would begin with what earlier weights computed
     assert [sample.weight_version for sample in samples] == [f"step {epoch}" for epoch in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
     assert engine.asked[0][1].extra_args["weight_version"] == "step 1"
     run(tmp_path / "other.jsonl", Plan(samples=1), engine, update_weights=lambda llm, epoch: Path("step-7"))
@@ -176,7 +176,7 @@ def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path
     run(tmp_path / "async.jsonl", Plan(samples=1), engine, update_weights=load)
     assert engine.asked[-1][1].extra_args["weight_version"] == "9"
 
-    async def notebook() -> None:  # its loop runs in this thread
+    async def notebook() -> None:  # a notebook's event loop runs in this thread
         run(tmp_path / "notebook.jsonl", Plan(samples=1), engine, update_weights=load)
 
     asyncio.run(notebook())
@@ -243,7 +243,7 @@ def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, prompt: Any, messag
 
 
 def test_a_chats_template_gets_its_tools(tmp_path: Path) -> None:
-    """Without them the samples are answers to another prompt than the one that a trainer computes."""
+    """Without the tools, the samples would answer another prompt than the trainer's."""
     chat = [{"role": "user", "content": "x"}]
     problems = [Problem("none", chat), Problem("some", chat, {"tools": [{"name": "four"}]}), Problem("empty", [])]
     with Journal(tmp_path / "r.jsonl") as journal:
@@ -251,13 +251,13 @@ def test_a_chats_template_gets_its_tools(tmp_path: Path) -> None:
         assert [(sample.id, sample.prompt_ids) for sample in journal.samples()] == [("none", [1]), ("some", [4, 1])]
         with pytest.raises(AgentSpecError, match="'empty': its prompt has 0 tokens"):
             list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run(problems[2:], Plan(samples=1)))
-        wrong = [Problem("wrong", chat, {"tools": "f, g"})]  # not left out in silence
+        wrong = [Problem("wrong", chat, {"tools": "f, g"})]  # such tools are not silently left out
         with pytest.raises(AgentSpecError, match="'wrong': \"tools\" go into the chat template"):
             list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run(wrong, Plan(samples=1)))
 
 
 def test_two_problems_with_one_id_are_refused(tmp_path: Path) -> None:
-    """vLLM answers one of two requests with one id, and never ends the other."""
+    """Of two requests with one id, vLLM answers one and never ends the other."""
     with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match="two problems have the id 'a'"):
         list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run([PROBLEMS[0], PROBLEMS[0]], Plan()))
 
@@ -273,7 +273,7 @@ def test_two_problems_with_one_id_are_refused(tmp_path: Path) -> None:
 def test_a_problem_whose_samples_could_not_be_read_again_is_refused(
     tmp_path: Path, problem: Problem, message: str
 ) -> None:
-    """The file of an id that is a number could not be opened again; fields without a form in JSON ended the rollout."""
+    """A file with a number as id cannot be opened again, and fields without a JSON form would end the rollout."""
     engine = Engine()
     with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match=message):
         list(RolloutGenerator(OfflineEngine(LLM(engine)), journal).run([problem], Plan()))

@@ -1,4 +1,4 @@
-"""examples/rl/history.py: runs that are kept are not trained again. The training itself is TRL's."""
+"""Test that examples/rl/history.py does not train kept runs again. The training itself is TRL's."""
 
 import json
 import runpy

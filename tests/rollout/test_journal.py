@@ -1,4 +1,4 @@
-"""The file of samples: each exactly once, whatever happens to the process that writes it."""
+"""Test the file of samples: it has each exactly once, whatever happens to the process that writes it."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 def test_every_line_is_utf_8(tmp_path: Path) -> None:
-    """Of one line that is not, ``datasets`` refuses the whole file."""
+    """If one line is not UTF-8, ``datasets`` refuses the whole file."""
     path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
         journal.write(sample(reward_error="ValueError: \udce9", fields={"\ud800": ['"\ud83d\\']}))
@@ -42,7 +42,7 @@ def test_every_line_is_utf_8(tmp_path: Path) -> None:
 
 
 def test_what_only_later_samples_say_of_their_distribution_counts(tmp_path: Path) -> None:
-    """A file that an earlier release began was gone on with in another dtype."""
+    """Otherwise a file that an earlier release began could be continued in another dtype."""
     path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
         for number, more in enumerate(({}, {"dtype": "float32"})):
@@ -76,7 +76,7 @@ def test_a_line_that_was_cut_off_is_removed(tmp_path: Path, torn: str) -> None:
 def test_a_long_line_that_was_cut_off_is_removed_wherever_that_was(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
-        journal.write(Sample('p "\\é', 0, 0, [1], [2], [-0.1], "long " * 40_000))  # longer than one look backwards
+        journal.write(Sample('p "\\é', 0, 0, [1], [2], [-0.1], "long " * 40_000))  # longer than one read from the end
     whole = path.read_bytes()
     for length in [*range(1, 40), 65_535, 65_537, len(whole) - 2]:
         path.write_bytes(whole[:length])
@@ -130,7 +130,7 @@ def test_samples_are_replaced_where_they_stand(tmp_path: Path) -> None:
         )
         + "\n",
         "[" * 100_000 + "\n",
-        # Samples, as another program wrote them again: pandas makes a number of "7", and each would be sampled twice.
+        # Samples rewritten by another program: pandas turns "7" into a number, so each would be sampled twice.
         *(
             json.dumps({"id": "7", "epoch": 0, **SAMPLED, **wrong}) + "\n"
             for wrong in (
@@ -158,7 +158,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> No
 
 @pytest.mark.parametrize("end", ["\n", ""])
 def test_a_sample_that_a_file_holds_twice_is_named(tmp_path: Path, end: str) -> None:
-    """Trainers were given both, though each is there exactly once."""
+    """Otherwise trainers would get both, although each sample must be there exactly once."""
     path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
         for number in range(2):
@@ -173,7 +173,7 @@ def test_a_sample_that_a_file_holds_twice_is_named(tmp_path: Path, end: str) -> 
 
 
 def test_fields_may_have_a_name_twice(tmp_path: Path) -> None:
-    """Python's dictionaries may hold 1 beside "1", and JSON writes them alike."""
+    """Python's dictionaries may have both keys 1 and "1", which JSON writes alike."""
     with Journal(tmp_path / "rollouts.jsonl") as journal:
         journal.write(sample(fields={"by": {1: "a", "1": "b"}}))
         assert [one.fields for one in journal.samples()] == [{"by": {"1": "b"}}]
@@ -195,7 +195,7 @@ def test_what_json_has_no_form_for_is_written_as_text(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_lacks_are_written_as_null(tmp_path: Path) -> None:
-    """As pandas has them in parquet for a value that is missing. `NaN` is no JSON: other readers refused the line."""
+    """pandas has them in parquet for missing values. `NaN` is no JSON, so other readers would refuse the line."""
     path = tmp_path / "rollouts.jsonl"
     fields = {"price": math.nan, "tests": [{"limit": -math.inf}, (math.inf, 1.5)], "answer": "NaN"}
     with Journal(path) as journal:
@@ -229,11 +229,11 @@ def test_the_first_samples_say_what_the_file_is_of(tmp_path: Path) -> None:
 
 
 def test_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
-    """Reading what they hold would never end."""
+    """Reading one would never end."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/full")):
         with pytest.raises(AgentSpecError, match=r"a pipe or a device.*give a file"):
             Journal(path)
-    with Journal(Path(os.devnull)) as journal:  # of a rollout that is only timed
+    with Journal(Path(os.devnull)) as journal:  # for a rollout that is only timed
         journal.write(sample(0))
         assert list(journal.samples()) == []

@@ -1,4 +1,4 @@
-"""What other processes, kills and full disks do to the file of samples."""
+"""Test what other processes, kills and full disks do to the file of samples."""
 
 import errno
 import fcntl
@@ -49,7 +49,7 @@ def test_two_rollouts_do_not_share_a_file(tmp_path: Path) -> None:
 def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock of a file that is no longer there would keep nobody out, and its samples would be lost."""
+    """The lock of a deleted file would keep no other process out, and its samples would be lost."""
     path = tmp_path / "rollouts.jsonl"
     first = Journal(path)
     first.write(sample(0))
@@ -130,7 +130,7 @@ def test_a_process_that_was_forked_off_and_survives_a_kill_does_not_hold_the_fil
 
 def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")  # as Lustre says, where it is mounted so
+        raise OSError(errno.ENOSYS, "Function not implemented")  # some mounts of Lustre say so
 
     monkeypatch.setattr("fcntl.flock", flock)
     with Journal(tmp_path / "rollouts.jsonl") as journal:
@@ -165,7 +165,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
         whole, write, room = path.read_bytes(), os.write, 20
 
         def full(file: int, data: bytes) -> int:
-            """Write what there is room for, and raise an error when there is none, as a file system does."""
+            """Write as much as there is room for. Raise an error if there is none, as a file system does."""
             nonlocal room
             written = write(file, data[:room])
             room -= written
@@ -176,7 +176,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space left on device") as error:
             journal.write(sample(1))
-        assert error.value.filename == str(path)  # by which the program knows an error of the user's
+        assert error.value.filename == str(path)  # it tells the program that this is an error of the user's
         monkeypatch.undo()
         assert path.read_bytes() == whole
         journal.write(sample(1))
@@ -201,7 +201,7 @@ def test_a_write_that_is_interrupted_leaves_no_half_line(tmp_path: Path, monkeyp
 
 
 def test_a_limit_of_the_files_size_is_no_full_disk(tmp_path: Path) -> None:
-    """`ulimit -f` cuts the line that reaches it, as a full disk does."""
+    """`ulimit -f` cuts the line that reaches the limit, as a full disk does."""
     program = """
 import resource, sys
 from pathlib import Path
@@ -223,7 +223,7 @@ with Journal(Path(sys.argv[1])) as journal:
 
 
 def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a quota that is used up, or a disk that was full before this line. The program printed a traceback."""
+    """A quota may be used up, or the disk full before this line. The program must not print a traceback."""
     path = tmp_path / "rollouts.jsonl"
 
     def write(*_: object) -> int:

@@ -1,4 +1,4 @@
-"""Problem files: what is read, and which line and field an error names."""
+"""Test problem files: what is read, and which line and field an error names."""
 
 import gzip
 import json
@@ -57,7 +57,7 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
 
 
 def test_a_value_of_parquet_that_python_has_no_form_for_is_refused(tmp_path: Path) -> None:
-    """Its dates go beyond the year 9999."""
+    """Parquet's dates go beyond the year 9999."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -68,7 +68,7 @@ def test_a_value_of_parquet_that_python_has_no_form_for_is_refused(tmp_path: Pat
 
 
 def test_messages_in_parquet_have_the_fields_that_they_had(tmp_path: Path) -> None:
-    """A template that asks ``'tool_calls' in message`` would find them in every message."""
+    """Otherwise a template that asks ``'tool_calls' in message`` would find them in every message."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -80,7 +80,7 @@ def test_messages_in_parquet_have_the_fields_that_they_had(tmp_path: Path) -> No
 
 
 def test_tools_beside_messages_belong_to_the_prompt(tmp_path: Path) -> None:
-    """As TRL has them: a list, or its JSON, because a column of parquet gives each tool the arguments of all."""
+    """TRL has a list, or its JSON, because a parquet column gives each tool the arguments of all."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -137,7 +137,7 @@ def test_an_error_names_the_line(tmp_path: Path, row: Any, message: str) -> None
 
 
 def test_problems_may_come_from_a_pipe(tmp_path: Path) -> None:
-    """As `agentspec rollout <(head -100 problems.jsonl)` gives them."""
+    """`agentspec rollout <(head -100 problems.jsonl)` gives such a pipe."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_text, args=('{"id": 1, "prompt": "x"}\n{"id": 2, "prompt": "y"}\n',))
@@ -147,7 +147,7 @@ def test_problems_may_come_from_a_pipe(tmp_path: Path) -> None:
 
 
 def test_gzip_may_have_compressed_the_problems(tmp_path: Path) -> None:
-    """As for `agentspec simulate`, whatever the file's name is."""
+    """The file's name doesn't matter, as for `agentspec simulate`."""
     path = written(tmp_path, {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"})
     whole = gzip.compress(path.read_bytes())
     path.write_bytes(whole)
@@ -167,7 +167,7 @@ def test_a_file_without_problems_is_refused(tmp_path: Path) -> None:
 
 
 def test_text_parts_of_a_message_are_joined(tmp_path: Path) -> None:
-    """Templates that take a text would refuse them, with an error of their own."""
+    """Templates that expect a text would refuse parts, with their own error."""
     parts = [{"type": "text", "text": "Write f"}, {"type": "text", "text": "in C."}]
     (problem,) = read_problems(written(tmp_path, {"id": "a", "messages": [{"role": "user", "content": parts}]}))
     assert problem.prompt == [{"role": "user", "content": "Write f\nin C."}]

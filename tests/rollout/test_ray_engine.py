@@ -1,4 +1,4 @@
-"""The driver's side of rollouts on Ray, with actors that answer at once; real ones are in end_to_end/test_ray.py."""
+"""Test the driver of rollouts on Ray, with actors that answer at once; real ones are in end_to_end/test_ray.py."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ SAMPLING = Sampling(1.0, 1.0, 8)
 
 
 class ActorError(Exception):
-    """Ray's errors have one base, RayError, of which RayTaskError is one and the deaths of workers are others."""
+    """Stand in for RayError, the base of RayTaskError and of the errors for dead workers."""
 
 
 class TaskError(ActorError):
@@ -26,7 +26,7 @@ class TaskError(ActorError):
 
 
 class Worker:
-    """Finishes one request a turn. fail: raised by the next turn."""
+    """Finish one request a turn. fail: raised by the next turn."""
 
     def __init__(self, number: int, weights: Weights | None) -> None:
         self.number, self.weights = number, weights
@@ -71,7 +71,7 @@ class Worker:
 
 
 class Ray:
-    """Runs a call when its result is asked for, or at once where nobody asks."""
+    """Run a call when its result is asked for, or at once if it never is."""
 
     exceptions = SimpleNamespace(RayError=ActorError, RayTaskError=TaskError)
 
@@ -98,7 +98,7 @@ class Ray:
         return call.function(*call.given)
 
     def wait(self, calls: list["Call"], num_returns: int, timeout: float) -> tuple[list["Call"], list["Call"]]:
-        if self.silent:  # the timeout is over
+        if self.silent:  # as if the timeout were over
             self.silent -= 1
             return [], calls
         return calls[:num_returns], calls[num_returns:]

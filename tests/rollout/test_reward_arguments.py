@@ -1,4 +1,4 @@
-"""What a reward function does to the problem and the sample that it is given."""
+"""Test reward functions that change the problem and the sample that they get."""
 
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,14 @@ from tests.rollout.stand_in_engine import PROBLEMS, run
 
 
 class Unwritable:
-    """A value whose text has an error."""
+    """Raise an error in `repr`."""
 
     def __repr__(self) -> str:
         raise ZeroDivisionError
 
 
 def endless() -> list[Any]:
-    """A list that holds itself."""
+    """Return a list that holds itself."""
     made: list[Any] = []
     made.append(made)
     return made
@@ -36,11 +36,11 @@ def test_fields_that_cannot_be_written_cost_their_samples_reward(tmp_path: Path,
             fields["note"] = value
         return 1.0
 
-    for _ in range(2):  # also when they are scored again
+    for _ in range(2):  # the same when they are scored again
         figures, samples = run(path, Plan(samples=2), reward=reward)
         assert len(samples) == 6 and {sample.reward for sample in samples if sample.id != "a"} == {1.0}
         errors = {sample.reward_error for sample in samples if sample.id == "a"}
-        if where == "problem":  # which is its own
+        if where == "problem":  # each reward has its own problem
             assert errors == {None}
         else:
             (error,) = errors
@@ -72,7 +72,7 @@ def test_what_a_reward_writes_into_a_sample_stays_with_it(tmp_path: Path) -> Non
 
 
 def test_long_prompts_are_not_copied_token_by_token(tmp_path: Path) -> None:
-    """Each reward gets a copy of its problem. A deep one of 32,000 tokens takes the interpreter's lock for 10 ms."""
+    """Each reward gets a copy of its problem. A deep copy of 32,000 tokens holds the interpreter's lock for 10 ms."""
 
     class Token(int):
         def __deepcopy__(self, memo: Any) -> Any:
@@ -86,7 +86,7 @@ def test_long_prompts_are_not_copied_token_by_token(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_extends_what_it_was_given_changes_no_sample(tmp_path: Path) -> None:
-    """`ids = sample.prompt_ids; ids += ...` extended the prompt of all later samples of the problem."""
+    """`ids = sample.prompt_ids; ids += ...` must not extend the prompt of the problem's later samples."""
 
     def reward(problem: Problem, sample: Sample) -> float:
         said = sample.completion_ids

@@ -1,4 +1,4 @@
-"""Rewards beside the engine: what fails, hangs or is interrupted costs a sample's reward at most."""
+"""Test rewards beside the engine: one that fails, hangs or is interrupted costs at most its sample's reward."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ def test_rewards_are_written_and_a_failing_one_ends_nothing(tmp_path: Path) -> N
 
 
 class Unprintable(BaseException):
-    """As pytest's Failed it is no Exception, and its text has an error."""
+    """Be no Exception, like pytest's Failed, and raise an error in `str`."""
 
     def __str__(self) -> str:
         raise ValueError
@@ -71,7 +71,7 @@ def test_a_reward_that_always_fails_does_not_fill_the_log(tmp_path: Path, caplog
 
 
 def test_a_slow_reward_does_not_hold_up_what_others_write(tmp_path: Path) -> None:
-    """What is finished and judged survives a kill, though a reward before it is not known yet."""
+    """A finished and scored sample survives a kill, although an earlier reward is not known yet."""
     written, path = threading.Event(), tmp_path / "r.jsonl"
 
     def reward(problem: Problem, sample: Sample) -> float:
@@ -99,7 +99,7 @@ def test_samples_whose_rewards_were_not_known_are_written_when_the_engine_dies(
 
     def reward(problem: Problem, sample: Sample) -> float:
         until = time.monotonic() + 60
-        while said not in caplog.text and time.monotonic() < until:  # a slow disk holds up the samples for long
+        while said not in caplog.text and time.monotonic() < until:  # a slow disk may hold up the samples
             time.sleep(0.01)
         return 1.0
 
@@ -107,7 +107,7 @@ def test_samples_whose_rewards_were_not_known_are_written_when_the_engine_dies(
         run(path, Plan(samples=4), Engine(fail_after=6), reward=reward)
     with Journal(path) as journal:
         assert len(journal) == 6
-    assert said in caplog.text  # or who pressed Ctrl-C sees a program that hangs
+    assert said in caplog.text  # otherwise the program seems to hang after Ctrl-C
 
 
 def test_a_second_interrupt_begins_no_more_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_a_second_interrupt_begins_no_more_rewards(tmp_path: Path, monkeypatch: 
 
 
 def test_a_second_interrupt_leaves_the_rewards_to_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gave the samples up: 161 of 169 that an engine had finished before a slow reward."""
+    """The finished samples must stay. Otherwise a slow reward could cost 161 of 169 of them."""
     path, hung = tmp_path / "r.jsonl", threading.Event()
 
     def hang(problem: Problem, sample: Sample) -> float:
@@ -167,7 +167,7 @@ def test_a_hung_reward_holds_up_nothing_but_its_sample(tmp_path: Path) -> None:
 
 
 def test_hung_rewards_take_so_many_threads_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also over several epochs; and when the calls end, others begin."""
+    """The limit holds over several epochs. When hung calls end, others begin."""
     monkeypatch.setattr("agentspec.rollout.rewards._MOST_HUNG", 3)
     calls, hung = [], threading.Event()
 
@@ -267,7 +267,7 @@ def test_an_asynchronous_reward_is_awaited(tmp_path: Path) -> None:
 
 
 def test_asynchronous_rewards_may_share_a_client(tmp_path: Path) -> None:
-    """As one AsyncOpenAI of a module, whose connections belong to the event loop that made them."""
+    """A module's AsyncOpenAI, for example, has connections that belong to the event loop that made them."""
     one_at_a_time, loops = asyncio.Semaphore(1), set()
 
     async def reward(problem: Problem, sample: Sample) -> float:
@@ -345,7 +345,7 @@ def test_a_kill_while_samples_are_scored_again_keeps_what_was_scored(
         again = RolloutGenerator(OfflineEngine(LLM(Engine())), journal, reward=reward)
         list(again.run(PROBLEMS, Plan(samples=4), scored=lambda *counts: told.append(counts)))
         assert len(journal) == 12 and {sample.reward for sample in journal.samples()} == {0.5}
-    assert max(held) >= 1  # in the file before the last one was scored
+    assert max(held) >= 1  # samples are in the file before the last one is scored
     assert told[-1] == (12, 12) and [scored for scored, _ in told] == sorted({scored for scored, _ in told})
 
 

@@ -1,4 +1,4 @@
-"""Reading recorded calls: what a line may hold, and errors that name file, line and field."""
+"""Test reading recorded calls: what a line may hold, and errors that name file, line and field."""
 
 import gzip
 import json
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
-    """Transformers asked for most of a minute. The hub's address is read when the library is imported."""
+    """By itself, transformers asks for most of a minute. It reads the hub's address when it is imported."""
     pytest.importorskip("transformers")
     asked = 0
     with socket.create_server(("127.0.0.1", 0)) as hub:

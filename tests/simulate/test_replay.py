@@ -1,4 +1,4 @@
-"""The simulation counts what greedy verification would have done, through the cache that serves."""
+"""Test that the simulation counts what greedy verification would have done, with the real cache."""
 
 from collections.abc import Iterator
 
@@ -31,7 +31,7 @@ def test_a_repeated_answer_comes_from_its_session_and_counts_add_up() -> None:
     figures = simulate([_call(1, prompt, answer), _call(2, again, answer)], SuffixCache())
     assert figures.tokens == 180
     assert figures.steps < 130
-    # A step gives its accepted tokens and one more, but for the one that ends a response with its draft.
+    # A step gives its accepted tokens and one more, unless a response ends within its draft.
     assert figures.tokens <= figures.steps + figures.accepted <= figures.tokens + 2
     assert figures.accepted <= figures.drafted
     assert sum(figures.accepted_by_source.values()) == figures.accepted
@@ -75,7 +75,7 @@ def test_calls_are_taken_one_by_one() -> None:
 
     def calls() -> Iterator[Call]:
         for line in range(1, 4):
-            assert cache.stats().requests == 0  # the one before has finished
+            assert cache.stats().requests == 0  # the earlier call has finished
             yield _call(line, _tokens(line, 10), _tokens(line + 10, 5))
 
     assert simulate(calls(), cache).tokens == 15
@@ -83,7 +83,7 @@ def test_calls_are_taken_one_by_one() -> None:
 
 @pytest.mark.usefixtures("clock_on")
 def test_a_machine_that_is_slow_drafts_the_same() -> None:
-    """By the clock, the middle of a long prompt would be indexed some steps later."""
+    """If the clock counted, the middle of a long prompt would be indexed some steps later."""
     prompt = _tokens(1, 200_000)
     call = _call(1, prompt, prompt[100_000:100_300])
     figures = simulate([call], SuffixCache())

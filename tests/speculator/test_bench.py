@@ -1,4 +1,4 @@
-"""The speculator benchmark runs with torch alone, and counts the bytes that it says it reads."""
+"""Test that the speculator benchmark runs with torch alone, and counts the bytes that a loop reads."""
 
 import json
 import os

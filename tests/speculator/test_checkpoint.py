@@ -1,4 +1,4 @@
-"""Every published layout loads to the same model; what does not fit is refused, naming the field or tensor."""
+"""Test that each published layout loads as the same model, and that errors name the field or tensor."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def same(one: Speculator, other: Speculator) -> bool:
 
 
 def write_safetensors(checkpoint: Checkpoint, folder: Path, prefix: str = "", shards: int = 1) -> Path:
-    """As safetensors, in one file or in shards with an index; tied tensors are stored as copies."""
+    """Write safetensors, in one file or shards with an index; tied tensors are stored as copies. Return the folder."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(checkpoint.config))
     named = {prefix + name: value.clone() for name, value in checkpoint.weights.items()}
@@ -83,7 +83,7 @@ def test_tied_weights_may_stand_there_once(name: str, without: tuple[str, ...], 
     ],
 )
 def test_spellings_of_an_mlp(other: dict[str, Any], tmp_path: Path) -> None:
-    """The trainer of Arctic's MLP writes the architecture as a string and misspells a key."""
+    """The trainer of Arctic's MLP writes the architecture as a string, and misspells a key."""
     checkpoint = mlp(tied=True, scaled=True)
     misspelt = {name: value for name, value in checkpoint.config.items() if name != "top_k_tokens_per_head"}
     config = load_speculator(Checkpoint("mlp", misspelt | other, checkpoint.weights).write(tmp_path)).config
@@ -122,7 +122,7 @@ def test_what_is_saved_loads_again(checkpoint: Checkpoint, tmp_path: Path) -> No
 
 
 def test_a_saved_lstm_has_the_names_that_arctic_inference_takes(tmp_path: Path) -> None:
-    """It takes every gate's embedding and projection out of the file before it loads, and fails without one."""
+    """ArcticInference takes every gate's embedding and projection from the file before it loads. All must be there."""
     checkpoint = lstm()
     save_speculator(load_speculator(checkpoint.write(tmp_path / "published")), tmp_path / "saved")
     saved = torch.load(tmp_path / "saved" / "pytorch_model.bin", weights_only=True)
@@ -271,7 +271,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 
 def test_other_files_of_a_repository_are_left_alone(tmp_path: Path) -> None:
-    """Such as the index of the form that was not downloaded, and what a trainer left behind."""
+    """These are, for example, the index of the form that was not downloaded, and a trainer's leftovers."""
     folder = write_safetensors(lstm(), tmp_path / "safetensors", shards=2)
     (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"x": "pytorch_model-00001-of-00001.bin"}}')
     assert load_speculator(folder).config.vocab_size == V
@@ -281,7 +281,7 @@ def test_other_files_of_a_repository_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_is_found_in_the_local_copy_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub's own client, offline, with a repository that it has downloaded before."""
+    """The hub's own client is offline, and has downloaded the repository before."""
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

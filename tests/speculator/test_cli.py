@@ -1,4 +1,4 @@
-"""``agentspec speculator`` on a real store and a real tokenizer."""
+"""Test ``agentspec speculator`` on a real store and a real tokenizer."""
 
 import json
 import resource
@@ -28,7 +28,7 @@ VOCAB = 1536
 
 @pytest.fixture
 def store(tmp_path: Path) -> str:
-    """Forty turns of twenty sessions of tenant acme, that say the tokens 100 to 139, and one of another tenant."""
+    """Return a store: forty turns of tokens 100 to 139, in twenty sessions of tenant acme, and another's turn."""
     url = f"sqlite:///{tmp_path / 'store.db'}"
     opened = open_store(url)
     logs = LogNames(find_model_key(MODEL), opened.secret().hex().encode())
@@ -58,7 +58,7 @@ def speculator(tmp_path: Path) -> Path:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
-    """What the command prints as JSON; a failed one is (status, message)."""
+    """Run the command. Return the JSON that it prints; (status, message) if it fails."""
     monkeypatch.setattr("sys.argv", ["agentspec", "speculator", *map(str, arguments), "--json"])
     with pytest.raises(SystemExit) as end:
         main()
@@ -87,7 +87,7 @@ def test_prune_keeps_what_the_tenant_says(
 def test_prune_on_a_full_disk_is_named_and_can_be_repeated(
     store: str, speculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was a traceback, and what it left in the folder made the next call refuse it."""
+    """It must not be a traceback, nor leave files in the folder that make the next call refuse it."""
     options = ("--store", store, "--model", MODEL, "--tenant", "acme", "--size", 64)
     save = torch.save
 

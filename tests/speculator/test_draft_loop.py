@@ -1,4 +1,4 @@
-"""The loop drafts greedily, and scores what others propose, as the reference does."""
+"""Test that the loop drafts greedily, and scores given tokens, as the reference does."""
 
 from pathlib import Path
 from typing import Any

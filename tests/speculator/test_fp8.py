@@ -1,4 +1,4 @@
-"""Weights in 8 bits: bounded error, mostly the same choices, and the wide weights are gone."""
+"""Test weights in 8 bits: the error is bounded, choices are mostly the same, and the wide weights are freed."""
 
 import copy
 import gc

@@ -1,5 +1,7 @@
-"""Padding a batch to a recorded size changes nothing but the size. (Without a GPU a stand-in takes the recorder's
-place: it pads the same way, and calls the loop.)"""
+"""Test that padding a batch to a recorded size changes nothing but the size.
+
+Without a GPU, a stand-in takes the recorder's place: it pads the same way, and calls the loop.
+"""
 
 import pytest
 import torch

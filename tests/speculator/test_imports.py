@@ -1,4 +1,4 @@
-"""The draft models run where there is torch and nothing else."""
+"""Test that the draft models run with torch and nothing else installed."""
 
 import subprocess
 import sys

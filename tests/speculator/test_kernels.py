@@ -1,4 +1,4 @@
-"""The Triton kernels do what plain torch does, by Triton's interpreter where there is no GPU, and compile for one."""
+"""Test that the Triton kernels agree with plain torch, in Triton's interpreter without a GPU, and compile for a GPU."""
 
 import os
 import subprocess
@@ -66,7 +66,7 @@ _FP8 = {"inputs": "*fp8e4nv", "weight": "*fp8e4nv"}
     ],
 )
 def test_kernels_compile_for_an_h100(name: str, types: dict[str, str], constants: dict[str, Any]) -> None:
-    """The interpreter takes Python that the compiler does not. No GPU is needed to compile for one."""
+    """The interpreter accepts Python that the compiler does not. Compiling for a GPU needs none."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

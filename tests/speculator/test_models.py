@@ -1,4 +1,4 @@
-"""The modules against the float64 reference, for every kind and every way of tying."""
+"""Compare the modules with the float64 reference, for every kind and every way of tying."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A head shared by two ranks drafts what the whole head drafts, on both of them."""
+"""Test that a head shared by two ranks drafts what the whole head drafts, on both ranks."""
 
 import os
 import subprocess
@@ -31,14 +31,14 @@ def test_two_ranks_draft_what_one_does(tmp_path: Path) -> None:
         assert all(first + second == whole and min(first, second) > 0 for first, second in zip(*shares, strict=True))
         loop = DraftLoop(small(str(case["kind"]), reduced=bool(case["reduced"])), fp8_head=bool(case["fp8"]))
         alone = loop(*inputs(ROWS))
-        right = case["kernels"] == "right"  # what is broken on one rank is off on both
+        right = case["kernels"] == "right"  # kernels that are broken on one rank are off on both
         for rank in range(2):
             assert results[rank][place][2] == (right, right)
             _agree(DraftedTokens(*results[rank][place][0]), alone, 0.1 if case["fp8"] else 1e-5)
 
 
 def _agree(found: DraftedTokens, wanted: DraftedTokens, tolerance: float) -> None:
-    """Where weights are in FP8, a half has a scale of its own, so its probabilities are not bit for bit the whole's."""
+    """Check that drafts agree. With FP8 weights each half has its own scale, so probabilities differ a little."""
     sure = wanted.top_probabilities > (0.4 if tolerance > 1e-3 else 0.0)
     assert sure.any() and torch.equal(found.top[sure], wanted.top[sure])
     assert (found.probabilities - wanted.probabilities)[sure].abs().max() <= tolerance

@@ -1,6 +1,6 @@
-"""What a GPU adds is compared with plain torch before it is used: a broken part costs itself and one warning.
+"""Test that kernels and graphs are compared with plain torch before use: a broken one costs itself and a warning.
 
-No GPU is needed: kernels and recorders come in through the seam that selects them on a GPU (`Optimizations`).
+No GPU is needed: stand-ins are given through `Optimizations`, which selects kernels and recorders on a GPU.
 """
 
 import logging
@@ -26,7 +26,7 @@ def warmed(
     kind: str = "lstm",
     ranks: Ranks | None = None,
 ) -> DraftLoop:
-    """A loop that has tried these kernels and this recorder."""
+    """Return a loop that has tried these kernels and this recorder."""
     optimizations = Optimizations(
         None if kernels is None else lambda: kernels, None if recorder is None else lambda: recorder
     )
@@ -108,7 +108,7 @@ def test_before_it_is_checked_nothing_is_used() -> None:
 
 
 def _last_of_equal(head: nn.Module, x: Tensor, wanted: Tensor) -> Tensor:
-    """Scores whose best index is the last of equal logits, where plain torch takes the first."""
+    """Return scores whose best index is the last of equal logits; plain torch takes the first."""
     logits = head(x)
     part = part_of(logits, wanted)
     part[..., 1] = logits.shape[-1] - 1 - logits.flip(-1).argmax(-1)
@@ -159,7 +159,7 @@ def test_the_margin_is_that_of_the_formula(fp8: bool) -> None:
 
 @pytest.mark.parametrize("agrees", [True, False])
 def test_what_fails_on_another_rank_is_switched_off_on_all(agrees: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """The other rank is made up: it answers as this one does, but for its verdicts."""
+    """The other rank is a stand-in: it answers as this one does, except for its verdicts."""
 
     def gather(part: Tensor) -> Tensor:
         verdict = part.shape == (1, 4) and bool((part == 1.0).all())

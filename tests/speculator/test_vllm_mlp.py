@@ -1,4 +1,4 @@
-"""Our MLP speculator beside the one that vLLM ships."""
+"""Compare agentspec's MLP speculator with the one that vLLM ships."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(find_spec("vllm") is None, 
 
 
 def test_logits_are_those_of_vllms_layers(tmp_path: Path) -> None:
-    """A saved, scaled, untied one: vLLM loads what we write, and its layers compute what ours do."""
+    """vLLM loads a scaled, untied one that agentspec saved, and its layers compute the same."""
     speculator = load_speculator(mlp(scaled=True).write(tmp_path / "published", prefix="speculator."))
     save_speculator(speculator, tmp_path / "saved")
     generator = torch.Generator().manual_seed(5)

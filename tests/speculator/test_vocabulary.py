@@ -1,4 +1,4 @@
-"""A reduced head drafts, scores and loads as the whole one does among the tokens that it keeps."""
+"""Test that a reduced head drafts, scores and loads like the whole one, among the tokens that it keeps."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_only_the_heads_rows_change(whole: Speculator) -> None:
 
 
 def test_it_drafts_the_best_token_that_it_has(whole: Speculator) -> None:
-    """Position by position: the whole model's logits without the tokens that are gone."""
+    """Each position has the whole model's logits without the removed tokens."""
     hidden, tokens = inputs()
     drafted = DraftLoop(prune_head(whole, KEEP))(hidden, tokens)
     fed = torch.cat([tokens[:, None], drafted.tokens[:, :-1]], dim=1)
@@ -43,7 +43,7 @@ def test_it_drafts_the_best_token_that_it_has(whole: Speculator) -> None:
 
 
 def test_it_scores_what_is_proposed(whole: Speculator) -> None:
-    """By the target's ids; a token that it does not have is taken, but has no chance."""
+    """Proposals have the target's ids. A token that the head lacks is taken, with probability 0."""
     hidden, tokens = inputs(2)
     drafted = DraftLoop(prune_head(whole, KEEP))(hidden, tokens, torch.tensor([[5, 7, -1], [4, 9, 4]]))
     assert drafted.tokens[0, :2].tolist() == [5, 7]
@@ -90,7 +90,7 @@ def test_a_damaged_vocabulary_is_named(whole: Speculator, tmp_path: Path) -> Non
 
 
 def test_the_choice() -> None:
-    """Special tokens, then by responses, then by prompts, then the lower id."""
+    """Special tokens come first, then the order is by count in responses, by count in prompts, and by lower id."""
     responses, prompts = torch.tensor([0, 5, 0, 9, 0, 0, 0]), torch.tensor([0, 0, 0, 0, 2, 0, 0])
     for size, expected in ((2, [3, 6]), (3, [1, 3, 6]), (4, [1, 3, 4, 6]), (5, [0, 1, 3, 4, 6])):
         assert choose_vocabulary(responses, prompts, size, always=[6, 99]).tolist() == expected
