@@ -1,4 +1,4 @@
-"""`python -m demo` with the options that its user gives it. The demo itself runs real servers: `make demo`."""
+"""Test the options of `python -m demo`. The demo itself runs real servers: `make demo`."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from agentspec.testing.server import ServerFailedError
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
-    """Run it where no server starts."""
+    """Run the demo, without any server that starts. Return its exit status."""
 
     def fail(*_: object) -> None:
         raise ServerFailedError("no server here")

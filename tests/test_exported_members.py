@@ -1,4 +1,4 @@
-"""The public names: complete, sorted, and known by the module that users import."""
+"""Test the public names: they are complete, sorted, and named after the module that users import."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_version_is_the_packages() -> None:
 
 
 def test_importing_the_package_imports_no_client() -> None:
-    """Engine processes import agentspec too, and have no use for the OpenAI client."""
+    """Engine processes import agentspec, too, and do not use the OpenAI client."""
     script = "import sys, agentspec; print(sorted({'openai', 'pydantic', 'numpy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert result.stdout.strip() == "[]"

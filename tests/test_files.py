@@ -1,4 +1,4 @@
-"""Files that are replaced whole, and lines that gzip may have compressed."""
+"""Test files that are replaced whole, and lines that gzip may have compressed."""
 
 import errno
 import gzip

@@ -1,4 +1,4 @@
-"""Packages of agentspec import each other in the directions that docs/architecture.md shows."""
+"""Test that packages of agentspec import each other only in the directions in docs/architecture.md."""
 
 import ast
 from pathlib import Path

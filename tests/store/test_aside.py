@@ -1,4 +1,4 @@
-"""What waits for a part of a store, or for one log: it is kept apart from the rest, and goes in order."""
+"""Test records that wait for a part of a store, or for one log: they are kept apart, and are sent in order."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def numbers_of(items: list[QueuedRecord]) -> list[int]:
 
 
 def refuse(aside: SetAside, namespace: str, times: int = 5) -> None:
-    """Let a log be refused so often, with nothing waiting for it."""
+    """Let a log without waiting records be refused `times` times."""
     breaker = aside.add(log_part(namespace), [])
     for _ in range(times):
         breaker.failure()
@@ -58,7 +58,7 @@ def test_what_waits_for_a_part_goes_before_newer_records_of_its_log_even_if_the_
 
 
 def test_while_no_part_is_away_nobody_asks_where_a_log_is() -> None:
-    """It would cost a call of the store for each record."""
+    """Asking would cost a call of the store for each record."""
 
     def unasked(namespace: str) -> str:
         raise AssertionError(namespace)
@@ -133,7 +133,7 @@ def test_parts_are_tried_when_their_pauses_are_over_and_a_refused_log_only_for_a
     assert [name for name, _ in aside.due()] == ["quick"] and breaker.state == "half-open"
     assert [name for name, _ in aside.due()] == ["quick"]  # until its call has ended
     aside.take("quick")
-    assert [name for name, _ in aside.due()] == ["quick"]  # so that it is found to be back
+    assert [name for name, _ in aside.due()] == ["quick"]  # its next call finds out that it is back
     aside.add(log_part("idle"), records("idle", 3))
     assert (aside.wait(), len(aside.due())) == (0.0, 1)
     assert aside.forget("s") and aside.take("quick") == aside.take("slow") == []
@@ -145,7 +145,7 @@ def test_parts_are_tried_when_their_pauses_are_over_and_a_refused_log_only_for_a
 def test_of_refused_logs_without_records_those_refused_longest_ago_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever waits, or is away, is not."""
+    """Logs with waiting records, and parts that are away, are not forgotten."""
     monkeypatch.setattr("agentspec.cache.store.aside.REFUSED_LOGS", 3)
     aside = SetAside()
     aside.add("node", [])
@@ -154,7 +154,7 @@ def test_of_refused_logs_without_records_those_refused_longest_ago_are_forgotten
     for namespace in "abc":
         refuse(aside, namespace)
     assert aside.refused_logs() == 3
-    refuse(aside, "a")  # again, so that it is the latest
+    refuse(aside, "a")  # refused again, so it is the latest
     assert len(aside.parts()) == 6
     refuse(aside, "d")
     kept = [name for name, _ in aside.parts()]

@@ -1,4 +1,4 @@
-"""The circuit breaker, on a clock of the test's own."""
+"""Test the circuit breaker, on a clock of the test's own."""
 
 from agentspec.cache.store import CircuitBreaker
 

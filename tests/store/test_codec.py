@@ -1,4 +1,4 @@
-"""Records as bytes: exact round trips, and no bytes at all that crash, take much memory or give other tokens."""
+"""Test records as bytes: exact round trips, and no bytes that crash, take much memory or give other tokens."""
 
 import json
 import string
@@ -52,7 +52,7 @@ TURNS = st.builds(
     scope=st.sampled_from(SCOPES),
     weights=st.none() | NAMES,
 )
-# with lone surrogates: model output that was cut within a character holds them
+# Text has lone surrogates, as model output that was cut within a character has.
 TEXT = st.text(st.characters(), max_size=20)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | TEXT,
@@ -111,7 +111,7 @@ def test_whatever_is_changed_in_the_bytes_is_noticed(record: Record, data: st.Da
         back = decode(bytes(payload))
     except RecordError:
         return
-    assert back == record  # some changes are none: a byte set to what it was
+    assert back == record  # a change may set a byte to what it was
 
 
 @settings(deadline=None)
@@ -130,8 +130,8 @@ def test_turns_of_version_2_are_read(record: TurnRecord) -> None:
 def test_fuzzed_records_never_crash_behind_recomputed_checksums_either() -> None:
     counts = fuzz(120_000, seed=1)
     assert sum(counts.values()) == 120_000
-    assert counts["decoded"] > 5_000  # mutations that mean something get through,
-    assert counts["CorruptRecordError"] > 50_000  # and most do not
+    assert counts["decoded"] > 5_000  # many mutations give a valid record,
+    assert counts["CorruptRecordError"] > 50_000  # and most don't
 
 
 def test_every_single_bit_counts() -> None:
@@ -148,7 +148,7 @@ def test_every_single_bit_counts() -> None:
     "nested", [b"\xdd\x00\x0f\x00\x00", b"\xdf\x00\x0f\x00\x00", b"\x91", b"\xc9\x7f\xff\xff\xff\x00"]
 )
 def test_lengths_that_lie_take_no_memory(nested: bytes) -> None:
-    """Each header claims a million values, of which msgpack would make room at once, in each of its levels."""
+    """Each header claims a million values, for which msgpack would allocate memory at once, at each level."""
     hollow = nested * (1_000_000 // len(nested))
     envelope = b"\x85\xa1v\x03\xa1k\xa4turn\xa1c" + hollow
     meta = {"v": 3, "k": "turn", "c": _checksum("turn", hollow, b"", 3), "m": hollow, "d": b""}
@@ -190,7 +190,7 @@ def test_one_token_again_and_again_is_coded_within_the_bound() -> None:
 
 
 def test_tokens_take_less_than_their_bits() -> None:
-    """A vocabulary of 100,000 has 16.6 bits a token; text uses few of its tokens often."""
+    """A vocabulary of 100,000 needs 16.6 bits a token, but text uses few tokens often."""
     often = np.random.default_rng(1).zipf(1.3, 20_000) % 100_000
     record = TurnRecord(writer=WRITER, number=1, prompt_tail=tokens(), response=often.astype(np.int32), created=1.0)
     assert len(encode(record)) < 1.7 * 20_000

@@ -1,4 +1,4 @@
-"""What every store promises of entries, sessions, groups and arguments, on each of them."""
+"""Test, on every store, what stores promise of entries, sessions, groups and arguments."""
 
 import threading
 import time
@@ -120,7 +120,7 @@ def test_of_many_who_append_to_one_session_at_once_one_wins_each_time(store: Sto
         thread.join()
     entries = list(store.read(NS, session="s"))
     assert len(entries) + len(conflicts) == 60
-    # each entry names the one before it
+    # Each entry names the previous one.
     assert [entry.payload.decode() for entry in entries] == ["", *(entry.sequence for entry in entries)][:-1]
 
 
@@ -213,7 +213,7 @@ def test_an_erasure_without_a_mark_tells_of_the_tombstone_that_is_there(store: S
 
 
 def test_unusable_bounds_are_refused_by_name(store: Store) -> None:
-    for cursor in ("not a cursor", "²", "٣"):  # str.isdigit takes both, and int() the second one
+    for cursor in ("not a cursor", "²", "٣"):  # str.isdigit accepts both, and int() the second
         with pytest.raises(InvalidInputError, match="after"):
             store.read(NS, after=cursor)
     with pytest.raises(InvalidInputError, match="newest"):
@@ -222,7 +222,7 @@ def test_unusable_bounds_are_refused_by_name(store: Store) -> None:
 
 @pytest.mark.parametrize("digits", ["9" * 20, "9" * 5000])
 def test_a_cursor_beyond_the_stores_numbers_is_refused_by_name(store: Store, digits: str) -> None:
-    """SQLite counts up to 2**63 - 1, and Redis up to 2**64 - 1; Python reads at most 4300 digits."""
+    """SQLite counts up to 2**63 - 1, Redis up to 2**64 - 1, and Python reads at most 4300 digits."""
     (held,) = store.append(NS, [NewEntry("s", b"1")])
     beyond = digits + held[20:]
     for call, name in (

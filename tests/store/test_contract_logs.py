@@ -1,4 +1,4 @@
-"""What every store promises of logs: their cursors, ends and lists, and waits for them, on each of them."""
+"""Test, on every store, what stores promise of logs: their cursors, ends and lists, and waits for them."""
 
 import threading
 import time

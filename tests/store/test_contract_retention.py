@@ -1,4 +1,4 @@
-"""What every store promises of retention: by age, bytes and records, on each of them."""
+"""Test, on every store, what stores promise of retention: by age, bytes and records."""
 
 import time
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("patience")
 
 
 def trim(store: Store, retention: Retention) -> int:
-    """Trim slice by slice, and return how many entries went."""
+    """Trim slice by slice. Return how many entries were removed."""
     removed = 0
     for _ in range(10_000):
         records, more = store.trim(retention)
@@ -40,7 +40,7 @@ def test_retention_by_records_keeps_the_newest(store: Store) -> None:
     assert trim(store, Retention(records=0)) == 102
     assert (payloads(store), store.sessions(NS), store.tombstones(NS)) == ([], [], {})
     assert store.usage().records == 0
-    (sequence,) = store.append(NS, [NewEntry("s1", b"x")])  # a session whose head is gone goes on
+    (sequence,) = store.append(NS, [NewEntry("s1", b"x")])  # a session whose beginning was removed can go on
     assert [entry.sequence for entry in store.read(NS)] == [sequence]
 
 
@@ -66,7 +66,7 @@ def test_retention_takes_the_oldest_whichever_log_they_are_in(store: Store) -> N
 
 
 def test_a_log_that_grows_without_end_takes_nothing_from_small_ones(store: Store) -> None:
-    """Whoever writes ten times what the store may hold loses their own history, and not that of others."""
+    """A caller who writes ten times what the store may hold loses their own history, and not other callers'."""
     cursors = {f"small-{number}": store.append(f"small-{number}", [NewEntry("s", b"x")] * 5) for number in range(20)}
     time.sleep(0.002)  # Redis knows milliseconds
     for removed in (100, *[300] * 9):
@@ -92,7 +92,7 @@ def test_small_logs_are_trimmed_once_they_hold_what_others_do(store: Store) -> N
 
 
 def test_one_slice_leaves_a_log_half_of_the_mean_one(store: Store) -> None:
-    """Or else the few turns of a caller, who holds more than that, would all go at once because they are the oldest."""
+    """Otherwise a caller with few turns would lose all of them at once, because they are the oldest."""
     store.append("idle", [NewEntry("s", b"x")] * 8)
     time.sleep(0.002)  # Redis knows milliseconds
     store.append("small", [NewEntry("s", b"x")])
@@ -136,7 +136,7 @@ def test_retention_by_bytes_holds_at_ten_times_the_limit_and_gives_the_space_bac
 
 @pytest.mark.parametrize("retention", [Retention(days=0.0), Retention(records=0), Retention(bytes=0)])
 def test_a_slice_is_about_a_megabyte(store: Store, retention: Retention) -> None:
-    """Or else appends would wait for 256 large records."""
+    """Otherwise appends would wait for 256 large records."""
     for _ in range(64):
         store.append(NS, [NewEntry("s", bytes(100_000))])
     time.sleep(0.002)  # Redis knows milliseconds
@@ -189,7 +189,7 @@ def test_it_knows_whether_retention_took_something_behind_a_cursor(store: Store)
 
 
 def test_the_end_of_a_log_is_whole_though_retention_has_emptied_it_or_others(store: Store) -> None:
-    """Or else a tenant who is new, or who was away for long, would be forgotten each second, with running requests."""
+    """Otherwise a tenant that is new, or was idle for long, would be forgotten each second, with running requests."""
     store.append(NS, [NewEntry("s", b"x")] * 3)
     store.append("small", [NewEntry("s", b"x")])
     assert trim(store, Retention(records=0)) == 4

@@ -1,4 +1,4 @@
-"""Stores of the first schema, as that release wrote them, become stores of this one."""
+"""Test that stores of the first schema, as that release wrote them, become stores of the present one."""
 
 import sqlite3
 import struct
@@ -29,7 +29,7 @@ OWNER = "0123456789abcdef" * 2  # how the old release wrote a caller with an API
 
 
 def old_record(kind: str, meta: dict[str, Any], data: bytes) -> bytes:
-    """A record of version 1."""
+    """Return a record of version 1."""
     packed = msgpack.packb(meta)
     head = struct.pack("<BIQQ", 1, len(kind), len(packed), len(data)) + kind.encode()
     crc = zlib.crc32(data, zlib.crc32(packed, zlib.crc32(head)))
@@ -51,7 +51,7 @@ ENTRIES = [
     old_turn("s", 203, [4, 5], [6]),
     old_turn("", 0, [1], [2, 3]),
     old_turn("s", 100, [9, 9], [8]),  # an edited history
-    old_turn("s", 900, [1], [2, 2], gap=True),  # the turn before it was lost
+    old_turn("s", 900, [1], [2, 2], gap=True),  # the previous turn was lost
     old_turn("s", 903, [5], [5]),
     ("s", b"damaged"),
     ("s", msgpack.packb({"v": 1, "kind": None, "crc": 0, "meta": b"", "data": b""})),
@@ -105,7 +105,7 @@ def found(store: Store, session: str | None = None, namespace: str = NS) -> list
 
 
 def check(store: Store) -> None:
-    """What was said is found by its new names and hashes."""
+    """Check that all turns are found by their new names and hashes."""
     turns = [record for record in found(store) if isinstance(record, TurnRecord)]
     assert [turn.response.tolist() for turn in turns] == [
         *(LONG, [8, 9], [6], [2, 3], [8], [2, 2], [5], [6, 7], [2]),
@@ -167,7 +167,7 @@ convert(sys.argv[1], secret=sys.argv[2])
 
 @pytest.mark.parametrize("links", ["links", "no links"])
 def test_a_conversion_that_is_killed_can_be_repeated(tmp_path: Path, links: str) -> None:
-    """Killed before each of its operations on files, it leaves the old store in place, or the new one."""
+    """It is killed before each of its file operations in turn. Each time the old store or the new one is in place."""
     for before in range(20):
         folder = tmp_path / str(before)
         folder.mkdir()
@@ -237,7 +237,7 @@ def test_a_file_that_a_link_names_is_kept_beside_itself(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_read_is_left_as_it_is(tmp_path: Path) -> None:
-    """Until a reader ends, a part of the old store is in its log, which has no place beside the kept file."""
+    """Until a reader ends, a part of the old store is in its write-ahead log, which has no place beside the kept file."""
     path = tmp_path / "server.db"
     old_file(path)
     reader = sqlite3.connect(path, isolation_level=None)
@@ -325,7 +325,7 @@ def turns(store: Store, log: str) -> list[list[int]]:
 
 @pytest.fixture(params=["file", "redis"])
 def old_store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a store of the first schema, in which two servers kept a log each."""
+    """Return the URL of a store of the first schema, with the logs of two servers."""
     if request.param == "redis":
         running: RedisServer = request.getfixturevalue("server")
         old_log(running)

@@ -1,4 +1,4 @@
-"""The follower alone: what it delivers, skips and applies, and what it does when the store fails or it falls behind."""
+"""Test the follower: what it delivers, skips and applies, and what it does if the store fails or it falls behind."""
 
 import time
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from tests.store.helpers import NS, entry_of, turn, wait_until
 
 
 def test_what_was_read_may_go_by_retention(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what goes unread may have held an erasure, for which all of the tenant's text is forgotten."""
+    """Only unread records may have held an erasure, for which all of the tenant's text is forgotten."""
     monkeypatch.setattr(LIFE_SECONDS, 0.05)  # shorter than a wait, so that all logs are looked at each time
     history = Mock(wraps=process.store.history)
     monkeypatch.setattr(process.store, "history", history)
@@ -51,8 +51,8 @@ def test_what_went_unread_by_retention_makes_a_tenant_be_forgotten_once(
 def test_others_records_are_learned_from_while_there_is_time(
     process: Process, seconds: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest is delivered all the same."""
-    # A second in place of 20 ms, for which a busy machine may hold up a thread.
+    """The other records are delivered, too."""
+    # A busy machine may hold up a thread for 20 ms, so this is a second.
     monkeypatch.setattr("agentspec.cache.store.follower._LEARN_SECONDS", 1.0 if seconds else 60.0)
     process.learning_takes = seconds
     process.begin(NS, "t")
@@ -91,7 +91,7 @@ def test_a_tombstone_is_applied_at_once_and_in_order(process: Process) -> None:
 
 def test_its_own_tombstones_are_not_applied_again(process: Process) -> None:
     process.begin(NS, "t")
-    process.store.gate.clear()  # the follower cannot read before it knows
+    process.store.gate.clear()  # the follower cannot read meanwhile
     process.store.append_ungated(NS, [entry_of(turn("s", 1))])
     process.follower.own.erase_session(NS, "s")
     process.store.gate.set()
@@ -116,12 +116,12 @@ def test_a_turn_that_arrives_behind_its_sessions_tombstone_is_erased_again(proce
     process.store.append(NS, [entry_of(turn("s", 1))])
     process.store.erase_session(NS, "s")
     process.wait(erased=1)
-    process.store.append(NS, [entry_of(turn("s", 7, writer=OTHER))])  # the eighth turn of this process: it came later
+    process.store.append(NS, [entry_of(turn("s", 7, writer=OTHER))])  # this process's eighth turn: it came later
     process.store.append(NS, [entry_of(turn("x", 3, writer=OTHER))])
     process.wait(skipped=2)
     assert process.erased_again == []
     process.store.append(NS, [entry_of(turn("s", 6, writer=OTHER))])  # the seventh, which was on its way
-    wait_until(lambda: process.erased_again)  # it is counted as skipped before
+    wait_until(lambda: process.erased_again)  # the turn is counted as skipped before that
     assert process.erased_again == [("t", "s")]
     assert process.follower.stats().skipped == 3
 
@@ -157,14 +157,14 @@ def test_it_is_not_current_while_an_erasure_fails_here(process: Process) -> None
     process.store.erase_session(NS, "s")
     wait_until(lambda: not process.follower.is_current())
     process.wait(state="open")
-    assert not process.follower.is_current()  # though the store is asked less often from now on
+    assert not process.follower.is_current()  # although the store is asked less often now
     process.faults = 0
     wait_until(process.follower.is_current)
     assert process.erased == [("t", "s")]
 
 
 def test_a_turn_that_was_on_its_way_when_following_began_is_erased_again(process: Process) -> None:
-    """Its session was erased before, so this process heard of it at the beginning."""
+    """Its session was erased before, so this process reads of that when it begins to follow."""
     process.number = 7
     process.store.append(NS, [entry_of(turn("s", 1))])
     process.store.erase_session(NS, "s")
@@ -192,7 +192,7 @@ def test_a_log_is_followed_until_what_is_to_be_erased_again_is(process: Process)
     process.refusals = 0
     wait_until(lambda: process.erased_again)
     assert process.erased_again == [("t", "s")]
-    wait_until(lambda: not process.follower._logs[NS].late)  # it is noted behind the call
+    wait_until(lambda: not process.follower._logs[NS].late)  # it is noted after the call
     process.begin("log3", "t3")
     assert "t" in process.forgotten
     assert process.follower.stats().logs == 3
@@ -206,7 +206,7 @@ def test_a_tombstone_does_not_wait_for_the_records_before_it(process: Process, m
     process.begin(NS, "t")
     process.store.append(NS, [entry_of(turn(f"s{number % 7}", number)) for number in range(1000)])
     process.wait(behind=1)
-    time.sleep(2.0)  # what was current at the beginning would not be any more
+    time.sleep(2.0)  # longer than the follower counts as current without a read
     process.store.erase_session(NS, "s3")
     process.wait(erased=1)
     assert process.follower.stats().delivered < 900
@@ -214,7 +214,7 @@ def test_a_tombstone_does_not_wait_for_the_records_before_it(process: Process, m
     process.taking_takes = 0.0
     process.wait(behind=0)
     assert process.numbers() == [number for number in range(1000) if number % 7 != 3]
-    assert process.erased == [("t", "s3")]  # its place in the log was reached, and nothing done again
+    assert process.erased == [("t", "s3")]  # the tombstone's place was reached, and not applied twice
 
 
 def test_many_tombstones_ahead_are_applied_once_and_none_is_forgotten(
@@ -241,13 +241,13 @@ def test_many_tombstones_ahead_are_applied_once_and_none_is_forgotten(
 def test_two_that_begin_to_follow_a_log_at_once_skip_nothing_of_it(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the loader does, and the thread that checks a snapshot which came too late."""
+    """The loader, and the thread that checks a late snapshot, may both begin to follow it."""
     newest, wait = process.store.newest, process.store.wait
 
     def late(namespace: str) -> str:
         monkeypatch.setattr(process.store, "newest", newest)
         process.begin(NS, "t")
-        process.store.append(NS, [entry_of(turn("s", 2))])  # not in what the first one reads now
+        process.store.append(NS, [entry_of(turn("s", 2))])  # the first one doesn't read it now
         return newest(namespace)
 
     monkeypatch.setattr(process.store, "newest", late)
@@ -263,7 +263,7 @@ def test_what_was_read_of_a_session_that_this_process_erases_is_dropped(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentspec.cache.store.follower._LEARN_SECONDS", 60.0)  # a busy machine may take all 20 ms
-    process.may_learn.clear()  # it has the record in hand until the session is erased
+    process.may_learn.clear()  # the follower holds the record until the session is erased
     process.begin(NS, "t")
     process.store.append(NS, [entry_of(turn("s", 1)), entry_of(turn("other", 2))])
     wait_until(lambda: process.learned)
@@ -325,7 +325,7 @@ def test_of_too_many_tenants_those_used_last_are_followed(process: Process) -> N
 
 
 def test_an_owner_of_ever_new_logs_displaces_its_own(process: Process) -> None:
-    """A caller has one for each cache salt that it makes up."""
+    """A caller has a log for each cache salt that it makes up."""
     for name in ("ada", "bob"):
         assert not process.follower.use(f"log-{name}", name)
         process.begin(f"log-{name}", name)
@@ -335,7 +335,7 @@ def test_an_owner_of_ever_new_logs_displaces_its_own(process: Process) -> None:
     assert process.forgotten == [f"t{number}" for number in range(39)]
     assert all(process.follower.use(name) for name in ("log-ada", "log-bob", "log39"))
     process.follower.use("log-carol", "carol")
-    process.begin("log-carol", "carol")  # all have one: that of the one idle longest goes
+    process.begin("log-carol", "carol")  # each owner has one log: the longest idle one is dropped
     assert process.forgotten[39:] == ["ada"]
 
 

@@ -1,4 +1,4 @@
-"""What the follower does with tombstones, of others and of its own process, and with the records around them."""
+"""Test what the follower does with tombstones, of other processes and its own, and with the records around them."""
 
 import threading
 import time
@@ -23,13 +23,13 @@ def test_who_may_hold_text_from_before_an_erasure_is_told_of_it_though_the_sessi
     process.store.append(NS, [entry_of(turn("used", 2))])
     process.begin(NS, "t")
     assert process.erased == [("t", "gone")]
-    process.begin(NS, "t", used_too=True)  # it is followed by now
+    process.begin(NS, "t", used_too=True)  # the log is followed by now
     assert process.erased == [("t", "gone"), ("t", "used"), ("t", "gone")]
     assert process.follower.stats().erased == 3
 
 
 def while_erasing(process: Process, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Let this process erase the session "s", and act before it knows that the store has."""
+    """Let this process erase the session "s". Call `act` before it knows that the store has erased it."""
     erase = process.store.erase_session
 
     def erase_session(log: str, session: str) -> Erasure:
@@ -45,7 +45,7 @@ def while_erasing(process: Process, monkeypatch: pytest.MonkeyPatch, act: Callab
 def test_two_erasures_of_a_session_at_once_are_both_this_process_s(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a client asks again because the first answer took long."""
+    """A client may ask again because the first answer took long."""
     monkeypatch.setattr(LIFE_SECONDS, 120.0)  # the follower waits for the erasure's end on a busy machine, too
     process.begin(NS, "t")
     process.store.append(NS, [entry_of(turn("s", 1))])
@@ -92,7 +92,7 @@ def test_an_erasure_in_a_log_that_is_not_followed_is_over_when_it_ends(
 def test_a_turn_that_was_read_before_its_tombstone_is_delivered_before_it(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was read just before the store erased it. Delivered behind the tombstone, it would stay."""
+    """The turn was read just before the store erased it. Delivered after the tombstone, it would stay."""
     before, read = MemoryStore(), process.store.read
     before.append(NS, [entry_of(turn("s", 1))])
 
@@ -117,7 +117,7 @@ def test_a_session_counts_as_being_erased_until_its_log_is_read_behind_the_erasu
         process.store.append(NS, [entry_of(turn("stays", 1))])
         process.wait(delivered=1)
         assert process.follower.own.may_be_older(NS, "s")  # the store may erase it only now
-        return Erasure(0, complete=True)  # the log has no tombstone, which would be read at once
+        return Erasure(0, complete=True)  # the log has no tombstone, as one would be read at once
 
     monkeypatch.setattr(process.store, "erase_session", erase_session)
     process.follower.own.erase_session(NS, "s")
@@ -160,7 +160,7 @@ def test_only_so_many_erased_sessions_are_remembered(process: Process, monkeypat
 
 
 def test_no_tombstone_waits_for_this_process_s_own_records(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an outage, when thousands of its records are written at once."""
+    """After an outage, thousands of this process's records may be written at once."""
     monkeypatch.setattr("agentspec.cache.store.follower._READ_SECONDS", 0.0)  # one slice at a time
     monkeypatch.setattr("agentspec.cache.store.follower._SLICE", 8)
     skipped_before = list[int]()
@@ -182,7 +182,7 @@ def test_no_tombstone_waits_for_this_process_s_own_records(process: Process, mon
 def test_it_is_not_current_after_a_freeze_though_its_connection_is_lost(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was erased meanwhile is not known yet, and the store may be well."""
+    """Erasures during the freeze are not known yet, and the store may be fine."""
     monkeypatch.setattr(process.follower._breaker, "_retry_delay", 600.0)
     process.begin(NS, "t")
     process.store.gate.clear()  # its thread hangs in a call, as if it were frozen
@@ -209,7 +209,7 @@ def test_it_stays_current_through_a_long_pause_of_an_outage(process: Process, mo
 
 
 def test_it_is_current_as_soon_as_it_follows_the_first_log(process: Process) -> None:
-    process.follower._alive -= 3_600.0  # for an hour there was nothing to follow
+    process.follower._alive -= 3_600.0  # for an hour no log was followed
     process.store.gate.clear()  # so that its thread gives no sign of life
     process.begin(NS, "t")
     assert process.follower.is_current()

@@ -1,4 +1,4 @@
-"""The newest turns of a tenant, which the loader reads ahead: in which order, within which limits."""
+"""Test the preload of a tenant's newest turns: in which order, within which limits."""
 
 from agentspec.cache.store import BackgroundLoader, Wanted
 from agentspec.errors import StoreError
@@ -79,7 +79,7 @@ def test_a_corpus_is_not_read_again_before_all_of_it_was_taken(store: FlakyStore
     records += gather(loader, CORPUS)
     assert [number_of(record) for record in records] == list(range(500))
     assert store.calls == 1
-    assert loader.request(CORPUS, 500)  # all was taken; whoever asks again gets it again
+    assert loader.request(CORPUS, 500)  # all was taken, so another request gets it again
     assert len(gather(loader, CORPUS)) == 500
     loader.close()
 

@@ -1,4 +1,4 @@
-"""The background loader: what it gives, in which order, and what a failing store costs."""
+"""Test the background loader: what it gives, in which order, and what a failing store costs."""
 
 import time
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["loader", "store"]
 
 def test_a_session_comes_whole_and_in_order_at_each_request(store: FlakyStore, loader: BackgroundLoader) -> None:
     fill(store, 600)
-    for _ in range(2):  # whoever applies them knows which are new
+    for _ in range(2):  # the engine knows which turns are new
         store.gate.clear()  # the loader is busy with another session
         calls = store.calls
         assert loader.request(session("nobody"))
@@ -30,7 +30,7 @@ def test_a_session_comes_whole_and_in_order_at_each_request(store: FlakyStore, l
 def test_what_was_read_is_not_read_again_before_all_of_it_was_taken(
     store: FlakyStore, loader: BackgroundLoader
 ) -> None:
-    """A large group takes many steps to apply, and each request of it that begins meanwhile asks for it."""
+    """A large group takes many steps to apply, and each of its requests that begins meanwhile asks for it."""
     fill(store, 600)
     for wanted, count in ((Wanted(NS, "tenant", group="g1"), 300), (session("s1"), 200)):
         for _ in range(5):
@@ -97,7 +97,7 @@ def test_taking_never_waits_and_an_unknown_session_is_soon_done(store: FlakyStor
     for _ in range(1000):
         assert loader.take() is None
         assert loader.is_pending(session("nobody"))
-    assert time.perf_counter() - begin < 10  # 10 ms a call, if each of them waited for a moment
+    assert time.perf_counter() - begin < 10  # each call would take 10 ms if it waited
     store.gate.set()
     assert gather(loader, session("nobody")) == []
 
@@ -121,9 +121,9 @@ def test_records_of_an_erased_session_are_dropped_wherever_they_are(store: Flaky
     fill(store, 300, sessions=2)
     loader.request(CORPUS, 300)
     wait_until(lambda: loader.ready._waiting)
-    loader.forget("s0")  # some of its records are ready, some are read, some are to be read from the page
+    loader.forget("s0")  # its records are ready, read, or yet to be read
     assert {record.session for record in gather(loader, CORPUS)} == {"s1"}
-    loader.request(session("s0"))  # what the store still has of it counts again
+    loader.request(session("s0"))  # what the store still has is loaded again
     assert len(gather(loader, session("s0"))) == 150
     loader.close()
 
@@ -230,7 +230,7 @@ def test_too_many_requests_are_turned_away_counted_and_taken_later(store: FlakyS
     fill_store = [entry_of(turn(name, 1)) for name in "abcd"]
     loader = BackgroundLoader(store, max_pending=2)
     loader.request(session("first"))
-    wait_until(lambda: loader._current is not None)  # it hangs in this one, and takes none of those that wait
+    wait_until(lambda: loader._current is not None)  # the loader hangs in this read, and takes no waiting one
     assert [loader.request(session(name)) for name in "abcd"] == [True, True, False, False]
     assert [loader.is_pending(session(name)) for name in "abcd"] == [True, True, False, False]
     assert loader.stats().refused == 2

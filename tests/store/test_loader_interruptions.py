@@ -1,4 +1,4 @@
-"""The background loader when something comes between: erasures, reads that break off, sessions in several batches."""
+"""Test interruptions of the background loader: erasures, reads that break off, sessions in several batches."""
 
 import threading
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def test_what_is_read_anew_came_behind_an_erasure(
 
 
 class BreakingStore(FlakyStore):
-    """A store each of whose reads breaks off after 60 entries."""
+    """Break off each read after 60 entries."""
 
     def _failing(self, entries: Iterator[Entry]) -> Iterator[Entry]:
         for count, entry in enumerate(entries):
@@ -90,7 +90,7 @@ def test_an_outage_ends_though_the_first_read_behind_it_times_out() -> None:
 def test_only_a_session_that_comes_in_one_batch_is_indexed_before_it_is_delivered(
     store: FlakyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The indexes of a part would be taken for those of all."""
+    """Otherwise indexes of a part would be taken for those of the whole session."""
     monkeypatch.setattr("agentspec.cache.store.loader._PREPARED_TOKENS", 1)
     prepared = list[int]()
 
@@ -115,7 +115,7 @@ def test_only_a_session_that_comes_in_one_batch_is_indexed_before_it_is_delivere
 
 
 def test_a_batch_is_about_a_megabyte(store: FlakyStore, loader: BackgroundLoader) -> None:
-    """Or else a step would wait for 64 long turns to be applied."""
+    """Otherwise a step would wait until 64 long turns are applied."""
     store.append(NS, [entry_of(turn(f"s{number}", number, prompt=50_000)) for number in range(20)])  # 200 kB each
     loader.request(CORPUS, 20)
     taken = list[int]()

@@ -1,4 +1,4 @@
-"""Ids and namespaces."""
+"""Test ids and namespaces."""
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +31,7 @@ def test_each_model_tokenizer_and_tenant_has_its_own_log(
 
 
 def test_a_logs_name_is_stable_and_fits_every_store() -> None:
-    # a change of these values orphans every stored log: raise SCHEMA on purpose, never by accident
+    # A change of these values orphans every stored log, so raise SCHEMA on purpose, never by accident.
     assert model_key("model", "tokenizer") == "c9234a41f7e424b1"
     logs = LogNames(model_key("model", "tokenizer"), b"secret")
     assert logs.of("tenant") == "c9234a41f7e424b1.e24edf785af13e98ab4ca3c2"

@@ -1,4 +1,4 @@
-"""What a process knows of its own erasures while some of them run."""
+"""Test what a process knows of its own erasures while some of them run."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.store.helpers import NS
 
 
 class HangingStore(MemoryStore):
-    """A store in which an erasure hangs while ``held`` is set."""
+    """Make erasures hang while ``held`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def begin_erasure(store: HangingStore, own: OwnErasures) -> threading.Thread:
 
 
 def test_a_session_counts_as_being_erased_until_the_last_of_its_erasures_ends(store: HangingStore) -> None:
-    """Or else what was said before that one would be drafted from: its tombstone is not applied here."""
+    """Otherwise text from before that erasure would be drafted from, as its tombstone is not applied here."""
     own = OwnErasures(store, lambda log: True)
     erasing = begin_erasure(store, own)
     own.erase_session(NS, "s")

@@ -1,4 +1,4 @@
-"""The Redis store in each of its forms, on real servers: unix socket, ACL user, Sentinel, Cluster, shards."""
+"""Test the Redis store in each of its forms, on real servers: unix socket, ACL user, Sentinel, Cluster, shards."""
 
 import time
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from tests.store.helpers import entry_of, number_of, turn, wait_until
 NS = "0123456789abcdef.0123456789abcdef01234567"
 PASSWORD = "hunter2-correct-horse"
 
-# what docs/operations.md says, without the name and the password
+# These are the rights in docs/operations.md, without name and password.
 RIGHTS = (
     "~agentspec:* ~{agentspec:* resetchannels &agentspec:* +eval +evalsha +ping +time +get +set +exists +del +pexpire"
     " +rename +sadd +srem +srandmember +sscan +zadd +zrem +zrange +hget +hset +hdel +hincrby +hmget +hgetall +hlen"
@@ -45,7 +45,7 @@ def test_a_server_that_cannot_start_says_why() -> None:
 
 
 def works(store: Store, namespaces: int = 1) -> None:
-    """Use everything that a store does."""
+    """Check each operation of a store."""
     names = [f"{NS}{number}" for number in range(namespaces)]
     ends = {name: store.newest(name) for name in names}
     assert set(ends.values()) == {""}
@@ -114,7 +114,7 @@ def test_an_append_works_without_the_right_to_publish() -> None:
         store = open_store(f"redis://engine:{PASSWORD}@127.0.0.1:{server.port}/0")
         store.append(NS, [NewEntry("s", b"1")])
         assert [entry.payload for entry in store.read(NS)] == [b"1"]
-        newest = store.newest(NS)  # behind which nothing comes, so that only the refusal ends the wait
+        newest = store.newest(NS)  # nothing comes after it, so only the refusal ends the wait
         with pytest.raises(StoreError, match="what the user may do"):
             store.wait({NS: newest}, 10)
         server.client().execute_command("ACL SETUSER", "engine", "-rpush")
@@ -156,13 +156,13 @@ def test_a_cluster_spreads_logs_over_its_nodes(shards: int) -> None:
         other = open_store(f"{servers.url}?shards={shards}")
         assert other.wait(ends, 0.1) == []
         waits = []
-        for name in ends:  # one connection hears what is published on any node
+        for name in ends:  # one connection gets what is published on any node
             store.append(name, [NewEntry("s", b"1")])
             begin = time.monotonic()
             assert other.wait(ends, 60) == [name]
             waits.append(time.monotonic() - begin)
             ends[name] = other.newest(name)
-        assert median(waits) < 0.3  # it was woken: a look at all of them comes once a second only
+        assert median(waits) < 0.3  # it was woken, as all logs are looked at only once a second
         store.close()
         other.close()
 
@@ -211,7 +211,7 @@ def test_shards_spread_sessions_and_readers_merge_them(sharded: tuple[RedisServe
 
 
 def test_a_cursor_of_several_shards_misses_no_entry_with_an_older_id(sharded: tuple[RedisServer, RedisStore]) -> None:
-    """A cluster's nodes have clocks of their own, so that an entry can come with an id below what was read."""
+    """A cluster's nodes have their own clocks, so an entry can come with an id below what was read."""
     _, store = sharded
     places = {store._layout.place_of(name): name for name in map(str, range(100))}
     store.append(NS, [NewEntry(places[0], b"1")])
@@ -249,7 +249,7 @@ def test_a_tombstone_in_another_shard_is_seen(sharded: tuple[RedisServer, RedisS
 
 
 def test_a_log_of_several_shards_is_followed(sharded: tuple[RedisServer, RedisStore]) -> None:
-    """What is read out of the ids' order is delivered, and each tombstone of others is applied once."""
+    """Entries read out of order are delivered, and each tombstone of others is applied once."""
     server, store = sharded
     erased: list[str] = []
     taken: list[int] = []
@@ -293,14 +293,14 @@ def test_another_number_of_shards_is_refused_with_the_remedy(sharded: tuple[Redi
         for call in (lambda: other.append(NS, [NewEntry("s", b"2")]), lambda: list(other.read(NS))):  # noqa: B023
             with pytest.raises(StoreError, match="shards=4"):
                 call()
-    server.client().delete("agentspec:shards")  # as a release without shards left it
+    server.client().delete("agentspec:shards")  # as a release without shards leaves it
     server.client().set("agentspec:shards", 1)
     with pytest.raises(StoreError, match="shards=1"):
         open_store(f"{server.url}?shards=4").append(NS, [NewEntry("s", b"1")])
 
 
 def test_turns_wait_while_the_server_wants_a_password_that_nobody_gave() -> None:
-    """Redis calls the long commands of a client that has shown no password a protocol error."""
+    """To a client without a password, Redis calls long commands a protocol error."""
     with RedisServer() as server, closing(open_store(server.url)) as store:
         writer = BackgroundWriter(store)
         writer.put(NS, turn("s", 1))
@@ -320,7 +320,7 @@ def test_turns_wait_while_the_server_wants_a_password_that_nobody_gave() -> None
 
 
 def test_turns_wait_while_the_password_is_wrong() -> None:
-    """As while it is changed: on the server first, or on the clients first."""
+    """It may be changed on the server first, or on the clients first."""
     with RedisServer({"requirepass": PASSWORD}) as server:
         store = open_store(f"redis://:another@127.0.0.1:{server.port}/0")
         writer = BackgroundWriter(store)

@@ -1,4 +1,4 @@
-"""What a real Redis has lost of what it acknowledged is counted and named, and nothing else is."""
+"""Test that records which a real Redis acknowledged and lost are counted and named, and no others."""
 
 import dataclasses
 import threading
@@ -50,7 +50,7 @@ def test_records_that_a_restart_lost_are_counted_and_named(caplog: pytest.LogCap
         store.append(NS, named("a", 5))
         assert (store.losses(), other.losses()) == (Losses(lost=3), Losses(lost=1))
         store.append(NS, named("a", 6))
-        assert store.losses() == Losses(lost=3)  # once
+        assert store.losses() == Losses(lost=3)  # counted once
         store.append("other", named("a", 7))
         assert store.losses() == Losses(lost=4)
         assert [entry.payload for entry in store.read(NS)] == [b"y", b"5", b"6"]
@@ -60,7 +60,7 @@ def test_records_that_a_restart_lost_are_counted_and_named(caplog: pytest.LogCap
 
 
 def test_records_that_a_server_lost_at_its_end_are_named(store: RedisStore, caplog: pytest.LogCaptureFixture) -> None:
-    """As a failover to a replica that lagged: the writer's key and the log end earlier."""
+    """After a failover to a lagging replica, the writer's key and the log end earlier."""
     tag = store._shards(NS)[0].tag
     store.append(NS, named("a", 1))
     copies = {key: raw(store).dump(key) or b"" for key in raw(store).scan_iter("{*")}
@@ -74,7 +74,7 @@ def test_records_that_a_server_lost_at_its_end_are_named(store: RedisStore, capl
     assert store.losses() == Losses(lost=3)
     assert "w:2, w:3, w:4" in caplog.records[-1].getMessage()
     assert [entry.payload for entry in store.read(NS)] == [b"1", b"5"]
-    raw(store).delete(f"{tag}w:{store._writer}")  # it expired while this writer rested
+    raw(store).delete(f"{tag}w:{store._writer}")  # it expired while this writer was idle
     store.append(NS, named("a", 6))
     assert store.losses() == Losses(lost=3)
 
@@ -82,7 +82,7 @@ def test_records_that_a_server_lost_at_its_end_are_named(store: RedisStore, capl
 def test_all_that_a_process_wrote_to_a_log_of_others_is_counted_when_the_server_lost_it(
     store: RedisStore, server: RedisServer
 ) -> None:
-    """The log is still the one that it was, and the server does not know the writer any more."""
+    """The log is the same as before, but the server no longer knows the writer."""
     with closing(open_store(server.url)) as other:
         other.append(NS, [NewEntry("b", b"x")])
     copies = {key: raw(store).dump(key) or b"" for key in raw(store).scan_iter("{*")}
@@ -97,7 +97,7 @@ def test_all_that_a_process_wrote_to_a_log_of_others_is_counted_when_the_server_
 def test_a_log_that_loses_records_again_and_again_is_told_of_once_a_minute(
     store: RedisStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where Redis evicts keys: a line with each append would fill the disk."""
+    """If Redis evicts keys, a line with each append would fill the disk."""
     for number in range(1, 12):
         store.append(NS, named("a", number))
         raw(store).delete(f"{{agentspec:{NS}}}:3:log")
@@ -117,7 +117,7 @@ def test_an_evicted_log_is_counted_whole(store: RedisStore) -> None:
     assert store.losses() == Losses(lost=2)
     while store.trim(Retention(records=0)).more:
         pass
-    store.append(NS, named("a", 4))  # behind a log that was trimmed to nothing
+    store.append(NS, named("a", 4))  # after the log was trimmed to nothing
     assert store.losses() == Losses(lost=2)
 
 
@@ -133,7 +133,7 @@ def test_records_that_retention_had_removed_are_not_lost(
         time.sleep(0.002)  # the server tells the age of its oldest record by the millisecond
     raw(store).flushall()
     store.append(NS, named("a", 21))
-    assert store.losses() == Losses(lost=5)  # what it held at the last append
+    assert store.losses() == Losses(lost=5)  # the records that it held at the last append
     assert "5 records" in caplog.text and "are w:16, w:17, w:18, w:19, w:20" in caplog.text
 
 
@@ -144,7 +144,7 @@ def test_records_of_an_erased_session_are_not_lost(store: RedisStore) -> None:
     store.append(NS, named("a", 103))
     raw(store).flushall()
     store.append(NS, named("a", 104))
-    assert store.losses() == Losses(lost=4)  # with the tombstone
+    assert store.losses() == Losses(lost=4)  # including the tombstone
 
 
 def test_more_than_is_remembered_is_lost_by_what_the_log_held(
@@ -162,7 +162,7 @@ def test_more_than_is_remembered_is_lost_by_what_the_log_held(
         raw(store).flushall()
         store.append(NS, named("a", 32))
         other.append(NS, [NewEntry("b", b"y")])
-        assert store.losses() == Losses(lost=14)  # one is the other's, which is not known
+        assert store.losses() == Losses(lost=14)  # one of these is the other writer's, which is not known
         assert other.losses() == Losses(lost=1)
 
 
@@ -184,7 +184,7 @@ def test_what_was_evicted_is_counted_and_what_was_erased_is_not(
     assert list(store.read(NS, session="c", after=store.newest(NS))) == []
     assert list(store.read(NS, session="a", newest=0)) == []
     assert store.losses() == Losses(missing=7)
-    store.append(NS, [NewEntry("b", b"4")])  # behind the erasure
+    store.append(NS, [NewEntry("b", b"4")])  # after the erasure
     raw(store).delete(f"{{agentspec:{NS}}}:3:s:b")
     assert [entry.session for entry in store.read(NS)] == ["c", "c", "c", "b"]
     assert store.losses() == Losses(missing=11)
@@ -196,7 +196,7 @@ def test_what_was_evicted_is_counted_and_what_was_erased_is_not(
 def test_what_goes_while_it_is_read_is_not_missing(
     store: RedisStore, change: str, what: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log would say that the server evicts records, and ask for another setting."""
+    """Otherwise the log would say that the server evicts records, and ask for another setting."""
     store.append(NS, [NewEntry("a", b"1", "g"), NewEntry("a", b"2", "g"), NewEntry("b", b"3", "g")])
     run = store._client.run
 
@@ -234,7 +234,7 @@ def test_what_is_remembered_of_acknowledged_records_is_bounded(
 
 
 def test_what_two_threads_miss_at_once_is_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the loader and the follower may, which read by themselves."""
+    """The loader and the follower read in their own threads, so both may miss records."""
     watch = LossWatch()
     other = threading.Thread(target=lambda: watch.miss(2))
 
@@ -251,7 +251,7 @@ def test_what_two_threads_miss_at_once_is_counted_whole(monkeypatch: pytest.Monk
 
 
 def lose_answer(store: RedisStore, batch: list[NewEntry], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Append a batch whose answer does not arrive."""
+    """Append a batch whose answer gets lost."""
     evalsha = raw(store).evalsha
 
     def answer_lost(*arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""A Redis user who lacks a right: nothing is written twice or left behind, and the error names the right."""
+"""Test a Redis user who lacks a right: nothing is written twice or left behind, and the error names the right."""
 
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -52,7 +52,7 @@ def test_a_batch_is_written_once_and_its_error_names_the_command(
             refused = str(error)
     written = server.client()
     lists = [written.lrange(f"{{agentspec:{NS}}}:3:{name}", 0, -1) for name in ("s:a", "s:b", "g:g")]
-    assert sum(map(len, lists)) in (len(before), len(before) + 5)  # nothing or all of it
+    assert sum(map(len, lists)) in (len(before), len(before) + 5)  # all or nothing
     assert written.xlen(f"{{agentspec:{NS}}}:3:log") in (len(before), len(before) + 3)
     if refused is not None:
         assert f"grant it with ACL SETUSER engine +{command}" in refused and PASSWORD not in refused
@@ -117,12 +117,12 @@ def test_a_user_without_the_keys_is_told_so(server: RedisServer, store: RedisSto
 
 @pytest.mark.parametrize("command", ["EVALSHA", "RPUSH", "GET"])
 def test_turns_wait_while_the_server_lacks_a_command(command: str) -> None:
-    """Somebody has renamed it. RPUSH is called by a script, where Redis does not say which command it lacks."""
+    """The command was renamed on the server. A script calls RPUSH, and Redis does not say which command it lacks."""
     with RedisServer({f"rename-command {command}": "ANOTHER"}) as server, closing(open_store(server.url)) as store:
         for _ in range(2):
             with pytest.raises(StoreUnavailableError, match=f"does not know {command}") as caught:
                 store.append(NS, BATCH)
-        assert "args beginning" not in str(caught.value)  # they may be what is to be written
+        assert "args beginning" not in str(caught.value)  # the arguments may be the text to write
         assert keys(server) <= {"usage"}
 
 
@@ -136,7 +136,7 @@ def test_a_server_in_the_place_of_a_sentinel_is_said_to_be_none() -> None:
 def test_a_server_before_redis_6_2_is_written_to(
     server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes the option NOMKSTREAM for an id, as any server does another word."""
+    """It takes the option NOMKSTREAM for an id, as any server does an unknown word."""
     monkeypatch.setattr(redis_scripts, "APPEND", redis_scripts.APPEND.replace("NOMKSTREAM", "UNKNOWN"))
     store.append(NS, BATCH)
     assert [entry.payload for entry in store.read(NS)] == [b"1", b"2", b"3"]

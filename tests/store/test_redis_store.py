@@ -1,4 +1,4 @@
-"""The Redis store on a real server: its keys, its failures, its secrets."""
+"""Test the Redis store on a real server: its keys, its failures, its secrets."""
 
 import threading
 import time
@@ -92,7 +92,7 @@ def test_a_session_that_expired_is_skipped_in_the_log(store: RedisStore) -> None
 
 def test_an_append_succeeds_whole_when_the_log_was_evicted_and_the_clock_set_back(store: RedisStore) -> None:
     tag = f"{{agentspec:{NS}}}:3:"
-    ahead = b"%d-7" % (int(time.time() * 1000) + 3_600_000)  # what was appended before the clock was set back
+    ahead = b"%d-7" % (int(time.time() * 1000) + 3_600_000)  # an entry from before the clock was set back
     raw(store).rpush(f"{tag}s:a", ahead + b" old")
     store.append(NS, [NewEntry("b", b"1"), NewEntry("a", b"2", "g"), NewEntry("b", b"3")])
     assert [entry.payload for entry in store.read(NS)] == [b"1", b"2", b"3"]
@@ -110,7 +110,7 @@ def test_an_entry_whose_notice_was_lost_ends_a_wait(store: RedisStore) -> None:
 
 
 def test_an_empty_log_goes_on_behind_its_last_entry_when_the_clock_was_set_back(store: RedisStore) -> None:
-    """Whoever has read up to there would not see the next one."""
+    """Otherwise a reader at that entry would not see the next one."""
     store.append(NS, [NewEntry("a", b"0")])
     while store.trim(Retention(records=0)).more:
         pass
@@ -125,7 +125,7 @@ def test_an_empty_log_goes_on_behind_its_last_entry_when_the_clock_was_set_back(
         lambda store: store.append(NS, [NewEntry("a", b"1")]),
         lambda store: list(store.read(NS)),
         lambda store: store.sessions(NS),
-        lambda store: store.erase_session(NS, "a"),  # which would leave the session in the old log
+        lambda store: store.erase_session(NS, "a"),  # erasing would leave the session in the old log
     ],
     ids=["append", "read", "sessions", "erase"],
 )
@@ -159,7 +159,7 @@ def test_a_server_is_refused_that_was_given_another_number_of_shards(server: Red
         assert isinstance(store, RedisStore)
         raw(store).flushall()
         check_layout(store)
-        assert not raw(store).keys()  # it was asked alone
+        assert not raw(store).keys()  # it was only asked
         store.append(NS, [NewEntry("s", b"0")])
         check_layout(store)
     with closing(open_store(f"{server.url}?shards=3")) as other:
@@ -175,7 +175,7 @@ def test_a_log_that_the_server_lost_was_not_trimmed(store: RedisStore) -> None:
     (before,) = store.append(NS, [NewEntry("s", b"0")])
     raw(store).flushall()
     assert store.history(NS, before) == "lost"
-    time.sleep(0.002)  # or the first entry of both logs may have one id
+    time.sleep(0.002)  # otherwise the first entry of both logs may have the same id
     store.append(NS, [NewEntry("s", b"1")])
     assert store.history(NS, before) == "lost"
 
@@ -191,7 +191,7 @@ def test_a_server_that_lost_its_secret_gets_it_back_or_it_is_said(
     with closing(open_store(server.url)) as other:
         assert other.secret() == own and "another secret" not in caplog.text
         raw(store).flushall()
-        later = other.secret()  # as a server does that starts before this one has noticed
+        later = other.secret()  # like a server that starts before this one has noticed
         assert later != own
     for number in range(3):
         store.append(f"{NS}{number}", [NewEntry("a", b"3")])
@@ -224,7 +224,7 @@ def test_an_erasure_that_was_cut_off_is_ended_by_the_next_call(
 def test_an_erasure_that_was_cut_off_is_ended_though_another_server_looked_in_between(
     store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It found nothing to remove, because the erasure was about to begin, and struck the log off its list."""
+    """The other server found nothing to remove yet, and took the log off its list just before the erasure began."""
     monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 0.0)
     store.append(NS, [NewEntry("a", bytes(1000))] * 200)
     erase = RedisShard.erase
@@ -261,7 +261,7 @@ def test_a_batch_whose_answer_was_lost_is_not_written_twice(store: RedisStore, m
     monkeypatch.undo()
     store.append(NS, batch)
     assert [entry.payload for entry in store.read(NS)] == [b"1", b"2"]
-    store.append(NS, batch)  # acknowledged before: so the same once more is meant
+    store.append(NS, batch)  # it was acknowledged before, so it is meant twice
     assert [entry.payload for entry in store.read(NS)] == [b"1", b"2"] * 2
 
 
@@ -292,7 +292,7 @@ def test_a_full_server_refuses_the_whole_batch_and_counts_as_away(store: RedisSt
 
 
 def test_a_full_server_can_still_be_erased_from_and_trimmed(store: RedisStore, server: RedisServer) -> None:
-    """Nothing else would make room in it."""
+    """Nothing else would make room on it."""
     store.erase_session(NS, "erased before anything was said")  # a tombstone is the oldest entry
     for number in range(20):
         store.append(NS, [NewEntry("a", b"1"), NewEntry(f"b{number}", b"2", "g")])
@@ -346,7 +346,7 @@ def test_a_key_that_something_else_owns_is_an_error_and_stays(store: RedisStore)
 
 
 def test_a_client_that_is_closed_while_it_connects_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Cluster is asked for its nodes before there is anything to close."""
+    """The client asks a Cluster for its nodes before there is a connection to close."""
     connects, closed, connection = threading.Event(), threading.Event(), Mock()
 
     def connect(client: RedisClient) -> Mock:

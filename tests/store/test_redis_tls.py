@@ -1,4 +1,4 @@
-"""TLS to a Redis: certificates are checked, and errors name the option of the URL that is wrong."""
+"""Test TLS to Redis: certificates are checked, and errors name the wrong option of the URL."""
 
 import datetime
 import ipaddress
@@ -60,7 +60,7 @@ def test_a_certificate_is_checked_against_its_authority(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """A server's TLS port, and a folder: own/ has its certificate, other/ another one, junk.pem none."""
+    """Return a server's TLS port, and a folder: own/ has its certificate, other/ another one, junk.pem none."""
     folder = tmp_path_factory.mktemp("tls")
     for name in ("own", "other"):
         (folder / name).mkdir()

@@ -1,4 +1,4 @@
-"""Retention in Redis: what is removed and counted, and the index by which trimming finds the logs."""
+"""Test retention in Redis: what is removed and counted, and the index by which trimming finds the logs."""
 
 import time
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def test_trimming_gives_the_servers_memory_back(store: RedisStore) -> None:
     store.append(NS, [NewEntry("first", b"")])  # scripts and connections take some .4 MB that do not grow
 
     def used() -> int:
-        """Return the server's memory without what waits to be written to its append-only file."""
+        """Return the server's memory without the buffer of its append-only file."""
         server = raw(store)
         wait_until(lambda: server.info("persistence")["aof_buffer_length"] == 0)
         return int(server.info("memory")["used_memory"])
@@ -40,7 +40,7 @@ def test_trimming_gives_the_servers_memory_back(store: RedisStore) -> None:
     limit = full // 10
     while store.trim(Retention(bytes=limit)).more:
         pass
-    wait_until(lambda: used() - empty < 1.25 * limit)  # a thread of the server's frees what was deleted
+    wait_until(lambda: used() - empty < 1.25 * limit)  # a thread of the server frees deleted data
     assert sum(raw(store).memory_usage(key) or 0 for key in raw(store).scan_iter()) < 1.25 * limit
     assert len(list(store.read(NS))) == store.usage().records > 800
 
@@ -48,7 +48,7 @@ def test_trimming_gives_the_servers_memory_back(store: RedisStore) -> None:
 def test_payloads_expire_after_the_retention_if_nobody_trims_them(store: RedisStore) -> None:
     store.trim(Retention(days=2))
     store.append(NS, [NewEntry("a", b"1", "g")])
-    for key in ("log", "sessions", "usage"):  # a server that evicts what expires keeps these
+    for key in ("log", "sessions", "usage"):  # a server that evicts expiring keys keeps these
         assert raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") == -1
     for key in ("s:a", "g:g"):
         assert 2.9 < raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") / 86_400_000 <= 3
@@ -60,7 +60,7 @@ def test_payloads_expire_after_the_retention_if_nobody_trims_them(store: RedisSt
 
 
 def calls(store: RedisStore, what: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how many times the store asks the server for this."""
+    """Return how many calls of the server `what` makes."""
     count, client = [0], store._client
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ def test_many_small_sessions_count_with_what_the_server_needs_for_each(store: Re
 
 
 def test_the_limits_cost_what_the_logs_beyond_them_do(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not what all logs do: of these a page is looked at again with each call."""
+    """They do not cost what all logs do: each call looks at only one page of those again."""
     for number in range(400):
         store.append(f"{NS}.{number:03d}", [NewEntry("s", b"x")] * 2)
     monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 1000.0)
@@ -98,7 +98,7 @@ def test_the_limits_cost_what_the_logs_beyond_them_do(store: RedisStore, monkeyp
 
 
 def test_so_many_small_logs_are_spared_and_no_more(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or else a search for old entries would pass over all logs of a server, however many they are."""
+    """Otherwise a search for old entries would go over all logs of a server, however many there are."""
     for number in range(40):
         store.append(f"{NS}.{number:02d}", [NewEntry("s", b"x")])
     time.sleep(0.002)
@@ -153,7 +153,7 @@ def test_a_log_that_stays_empty_leaves_nothing(store: RedisStore, monkeypatch: p
         pass
     store.append("kept", [NewEntry("s", b"x")])
     assert len(store.namespaces()) == 31
-    monkeypatch.setattr("agentspec.cache.store.redis_shard.IDLE_SECONDS", -1)  # as a day later
+    monkeypatch.setattr("agentspec.cache.store.redis_shard.IDLE_SECONDS", -1)  # as if a day later
     monkeypatch.setattr("agentspec.cache.store.redis_losses.IDLE_SECONDS", -1)
     store.trim(Retention())
     assert store.namespaces() == ["kept"]
@@ -178,9 +178,9 @@ def test_erasing_from_a_long_group_holds_up_the_server_only_for_a_moment_at_a_ti
 
     monkeypatch.setattr(RedisShard, "sweep", noted)
     store.erase_session(NS, "middle")
-    assert pages == [2] * 50 + [0]  # about 100 others are before and behind it
+    assert pages == [2] * 50 + [0]  # about 100 other entries are on either side of it
     store.erase_session(NS, "last")
-    assert pages[51] > 2  # it is looked for from the end
+    assert pages[51] > 2  # the search begins at the end
     assert [entry.session for entry in store.read(NS, group="g")] == ["first"] * 100
     assert raw(store).llen(f"{{agentspec:{NS}}}:3:g:g") == 100
 
@@ -188,7 +188,7 @@ def test_erasing_from_a_long_group_holds_up_the_server_only_for_a_moment_at_a_ti
 def test_logs_are_trimmed_while_an_erasure_cannot_be_ended_because_a_node_is_away(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or else the other nodes of a Cluster would grow beyond the limits as long as this one is away."""
+    """Otherwise the other nodes of a Cluster would grow beyond the limits while one is away."""
     store.append(NS, [NewEntry("s", b"x")] * 3)
     store._index.doom("away/0")
     sweep = RedisShard.sweep
@@ -208,7 +208,7 @@ def test_logs_are_trimmed_while_an_erasure_cannot_be_ended_because_a_node_is_awa
 
 
 def test_the_index_has_the_last_appends_of_a_store_that_was_closed(store: RedisStore, server: RedisServer) -> None:
-    """They are noted within a second if appends go on, and otherwise at the end."""
+    """They are noted within a second if appends go on, and otherwise when the store closes."""
     with closing(open_store(server.url)) as other:
         for _ in range(3):
             other.append(NS, [NewEntry("s", b"x")])
@@ -218,7 +218,7 @@ def test_the_index_has_the_last_appends_of_a_store_that_was_closed(store: RedisS
 def test_a_log_that_gets_an_entry_while_its_history_is_asked_for_is_whole(
     store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Retention has emptied it up to where it was read. If it counted as cut further, its tenant would be forgotten."""
+    """Retention has emptied the log up to where it was read. Counting as cut further would forget its tenant."""
     store.append(NS, [NewEntry("s", b"1")])
     read_to = store.newest(NS)
     while store.trim(Retention(records=0)).more:

@@ -1,4 +1,4 @@
-"""Waiting for new entries of logs on Redis, of which some cannot be read."""
+"""Test waiting for new entries of logs on Redis, some of which cannot be read."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ class Divided(Layout):
 
 
 def test_a_log_that_is_refused_is_found_though_another_node_is_away(store: RedisStore) -> None:
-    """Whoever reads it gets the error, and leaves it alone from then on."""
+    """Its reader gets the error, and then leaves the log alone."""
     store._waiting._layout = Divided("agentspec", 1)
     raw(store).set("{agentspec:refused}:3:log", "something else")
     assert store.wait({"refused": "", "away": ""}, 10) == ["refused"]

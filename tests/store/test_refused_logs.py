@@ -1,4 +1,4 @@
-"""A log that the store refuses by itself, as where another program owns one of its keys: the other logs go on."""
+"""Test a single log that the store refuses, say because another program owns one of its keys: other logs go on."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("patience")
 
 BAD, GOOD = "0bad", "0good"
 OF_BAD = f"{{agentspec:{BAD}}}:3:"
-"""What the keys of the bad log begin with."""
+"""Beginning of the bad log's keys."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def store(server: RedisServer) -> Iterator[RedisStore]:
 
 
 class RefusingStore(FlakyStore):
-    """Refuses all that is asked of some logs."""
+    """Refuse all operations on some logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def numbers(store: FlakyStore | RedisStore, namespace: str) -> list[int]:
 
 
 def never_back() -> CircuitBreaker:
-    """A breaker that lets nothing through once it has opened."""
+    """Return a breaker that lets nothing through once it has opened."""
     return CircuitBreaker(first_pause=600.0, max_pause=600.0)
 
 
@@ -138,7 +138,7 @@ class TestWriting:
         assert sum(f"log {BAD} is back" in line for line in caplog.messages) == 1
 
     def test_a_log_with_few_records_is_found_out_too(self) -> None:
-        """Each of its records comes when the one before was refused already."""
+        """Each of its records comes after the previous one was refused."""
         store = RefusingStore()
         store.refused = {BAD}
         writer = BackgroundWriter(store, breaker=never_back())
@@ -154,7 +154,7 @@ class TestWriting:
         writer.close()
 
     def test_only_so_many_are_remembered(self) -> None:
-        """Each costs memory, and nobody may ever write to it again."""
+        """Each log costs memory, and may never be written to again."""
         store = RefusingStore()
         logs = [f"0bad{number}" for number in range(10 * REFUSED_LOGS)]
         store.refused = set(logs)
@@ -164,7 +164,7 @@ class TestWriting:
         wait_until(lambda: writer.stats().refused == len(logs), 60)
         assert len(writer._records.aside.parts()) == REFUSED_LOGS
         assert (writer.stats().queued, writer.stats().queued_bytes) == (0, 0)
-        assert writer._records.aside.part_of(logs[-1], store.part) is not None  # the latest
+        assert writer._records.aside.part_of(logs[-1], store.part) is not None  # the latest log
         writer.close()
 
     def test_the_end_loses_no_record_that_the_store_takes(self) -> None:
@@ -251,14 +251,14 @@ class TestFollowing:
         def of_the_log() -> list[str]:
             return [line for line in caplog.messages if BAD in line]
 
-        wait_until(lambda: len(of_the_log()) > 1)  # it is counted as followed before
+        wait_until(lambda: len(of_the_log()) > 1)  # it is counted as followed before that
         lines = of_the_log()
         assert ["cannot be followed" in line for line in lines] == [True, False] and "again" in lines[1]
 
     def test_what_was_trimmed_meanwhile_is_not_drafted_from(
         self, process: Process, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The tombstone of an erasure may be gone with it."""
+        """Trimming may have removed the tombstone of an erasure."""
         store = self.refuse_one_log(process, monkeypatch)
         store.erase_session(BAD, "gone")
         store.append(GOOD, [entry_of(turn("s", 1))])
@@ -311,7 +311,7 @@ class TestOnRedis:
             store.append(name, [NewEntry("s", b"1")] * 3)
         raw(store).set(OF_BAD + key, "something else")
         with pytest.raises(StoreError, match="WRONGTYPE"):
-            store.erase_session(BAD, "s")  # which leaves word that it has to be ended
+            store.erase_session(BAD, "s")  # the store notes that the erasure must be finished
         slices = [store.trim(Retention(records=1)) for _ in range(3)]
         assert slices == [Trimmed(2, True), Trimmed(1, True), Trimmed(0, False)]  # first it spares half of the mean log
         assert list(store.read(GOOD)) == []

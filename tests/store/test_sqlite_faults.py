@@ -1,4 +1,4 @@
-"""What a damaged, removed, locked or full SQLite file costs."""
+"""Test what a damaged, removed, locked or full SQLite file costs."""
 
 import os
 import resource
@@ -84,7 +84,7 @@ def test_nothing_is_written_to_a_file_that_was_removed_or_replaced(
 def test_what_was_acknowledged_survives_the_removal_of_the_log_beside_the_file(
     tmp_path: Path, names: tuple[str, ...]
 ) -> None:
-    """SQLite would go on writing to the log that has no name, and a kill would lose all that is in it."""
+    """SQLite would go on writing to the deleted log, and a kill would lose all that is in it."""
     path = tmp_path / "store.db"
     with closing(SQLiteStore(path)) as store:
         store.append(NS, [NewEntry("s", b"1")])
@@ -96,7 +96,7 @@ def test_what_was_acknowledged_survives_the_removal_of_the_log_beside_the_file(
             ):
                 store.append(NS, [NewEntry("s", b"2")])
         assert [entry.payload for entry in store.read(NS)] == [b"1"]
-        left = tmp_path / "left.db"  # what is there after a kill
+        left = tmp_path / "left.db"  # the files that a kill leaves
         left.write_bytes(path.read_bytes())
         if names == ("-shm",):
             Path(f"{left}-wal").write_bytes(Path(f"{path}-wal").read_bytes())
@@ -131,7 +131,7 @@ def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
         if fault == "locked":
             other.execute("BEGIN EXCLUSIVE")
         else:
-            store._writer.execute("PRAGMA max_page_count = 1")  # SQLite says what it says on a full disk
+            store._writer.execute("PRAGMA max_page_count = 1")  # SQLite gives the error of a full disk
         writer = BackgroundWriter(store, breaker=CircuitBreaker(first_pause=0.05, max_pause=0.1))
         for number in range(1, 40):
             writer.put(NS, turn("s", number))
@@ -150,7 +150,7 @@ def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
 
 
 def test_an_erasure_that_a_full_disk_keeps_in_the_log_is_an_error(tmp_path: Path) -> None:
-    """It waited two minutes for a process that reads old pages. There was none, and the text was in the log."""
+    """The erasure must not wait two minutes for a reader of old pages: there is none, and the text stays in the log."""
     path = tmp_path / "store.db"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with closing(SQLiteStore(path)) as store:
@@ -169,7 +169,7 @@ def test_an_erasure_that_a_full_disk_keeps_in_the_log_is_an_error(tmp_path: Path
 
 
 def test_a_full_disk_is_named_where_not_even_the_memory_of_the_log_fits(tmp_path: Path) -> None:
-    """SQLite calls it an I/O error then, as if the disk were broken."""
+    """SQLite reports an I/O error then, as if the disk were broken."""
     path = tmp_path / "store.db"
     SQLiteStore(path).close()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -226,7 +226,7 @@ def raise_io_error() -> NoReturn:
 
 
 def test_the_secret_is_read_while_another_program_writes(tmp_path: Path) -> None:
-    """A server that starts then would take another one, and find none of the stored sessions."""
+    """Otherwise a server that starts then would take another secret, and find none of the stored sessions."""
     path = tmp_path / "store.db"
     with closing(SQLiteStore(path)) as store:
         secret = store.secret()
@@ -247,7 +247,7 @@ def test_nothing_is_written_to_a_file_that_was_emptied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", [10, PAGE_SIZE, 40 * PAGE_SIZE])
 def test_nothing_is_written_to_a_file_that_was_cut_short(tmp_path: Path, left: int) -> None:
-    """SQLite took the turns, as long as it had the pages that it needs in memory, and made holes of what was lost."""
+    """With the needed pages in memory, SQLite would accept turns, and fill the lost part with holes."""
     path = tmp_path / "store.db"
     with closing(SQLiteStore(path)) as store:
         store.append(NS, [NewEntry(f"s{number}", bytes(5000)) for number in range(20)])

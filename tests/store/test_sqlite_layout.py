@@ -1,4 +1,4 @@
-"""Where the bytes of a payload lie in an SQLite file, and what its write-ahead log leaves."""
+"""Test where the bytes of a payload lie in an SQLite file, and what its write-ahead log leaves."""
 
 import random
 import shutil
@@ -21,9 +21,9 @@ def varint_bytes(value: int) -> int:
 
 
 def test_every_byte_of_a_payload_lies_on_an_overflow_page() -> None:
-    """What is in a leaf is copied when rows move, and the copies outlive an erasure.
+    """Bytes in a leaf are copied when rows move, and the copies outlive an erasure.
 
-    https://sqlite.org/fileformat2.html#b_tree_pages has these numbers.
+    The numbers are from https://sqlite.org/fileformat2.html#b_tree_pages.
     """
     usable, least = PAGE_SIZE, (PAGE_SIZE - 12) * 32 // 255 - 23
     choose = random.Random(1)
@@ -37,11 +37,11 @@ def test_every_byte_of_a_payload_lies_on_an_overflow_page() -> None:
         in_leaf = in_leaf if in_leaf <= usable - 35 else least
         assert blob[FRONT : FRONT + size] == payload and header + FRONT >= in_leaf
         assert blob.count(0) == len(blob) - size
-        assert in_leaf == least and row - in_leaf < size + 4 + OVERFLOW  # whole pages, and not one more than needed
+        assert in_leaf == least and row - in_leaf < size + 4 + OVERFLOW  # whole pages, no more than needed
 
 
 def test_others_are_waited_for_as_before_once_the_log_was_emptied(tmp_path: Path) -> None:
-    """Emptying the log itself waits for a moment only."""
+    """Emptying the log itself must wait only for a moment."""
     with closing(connect(str(tmp_path / "store.db"))) as connection:
         enter_wal(connection)
         patience = pragma(connection, "busy_timeout")
@@ -59,7 +59,7 @@ def test_others_are_waited_for_as_before_once_the_log_was_emptied(tmp_path: Path
     ],
 )
 def test_only_an_erasure_fails_where_the_disk_keeps_the_log(code: int, to_erase: bool, raises: bool) -> None:
-    """For readers it is tried again; without an erasure the log may stay."""
+    """If a reader is the reason, it is tried again; without an erasure, the log may stay."""
     error = sqlite3.OperationalError("no")
     error.sqlite_errorcode = code
     connection = Mock()
@@ -74,7 +74,7 @@ def test_only_an_erasure_fails_where_the_disk_keeps_the_log(code: int, to_erase:
 
 @pytest.mark.parametrize("mark", ["CREATE TABLE theirs (value)", "PRAGMA application_id = 77"])
 def test_a_database_of_another_program_keeps_what_its_log_holds_where_it_was(tmp_path: Path, mark: str) -> None:
-    """That program was killed, and looks after its log itself."""
+    """That program was killed, and will recover its log itself."""
     killed = tmp_path / "killed"
     killed.mkdir()
     with closing(connect(str(tmp_path / "theirs.db"))) as connection:

@@ -1,4 +1,4 @@
-"""The SQLite file: what it is, what it refuses, what erasing and trimming leave in it, and several processes at it."""
+"""Test the SQLite file: what it accepts, what erasing and trimming leave in it, and several processes on it."""
 
 import multiprocessing
 import os
@@ -71,7 +71,7 @@ def test_a_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path,
 
 
 def test_a_pipe_and_a_device_are_refused_at_once(tmp_path: Path) -> None:
-    """A server waited for ever for somebody who writes to the pipe."""
+    """Otherwise a server would wait for ever for a writer to the pipe."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, Path(os.devnull)):
@@ -115,7 +115,7 @@ def test_a_folder_and_an_impossible_place(tmp_path: Path) -> None:
 
 
 def everything(folder: Path) -> bytes:
-    """All bytes of the database, its write-ahead log and its index."""
+    """Return all bytes of the database, its write-ahead log and its index."""
     return b"".join(file.read_bytes() for file in folder.iterdir())
 
 
@@ -132,7 +132,7 @@ def test_an_erased_session_is_gone_from_the_files_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_byte_of_an_erased_session_stays_whatever_moved_in_the_file(tmp_path: Path, seed: int) -> None:
-    """Rows that move to another page leave copies behind, which SQLite's secure_delete does not blank."""
+    """Rows that move to another page leave copies, which SQLite's secure_delete does not blank."""
     store, chance = SQLiteStore(tmp_path / "store.db"), random.Random(seed)
     alive: list[int] = []
     for number in range(250):
@@ -181,7 +181,7 @@ def test_the_file_shrinks_when_it_is_trimmed(tmp_path: Path) -> None:
 
 
 def test_a_file_of_an_earlier_release_gets_what_it_lacks(tmp_path: Path) -> None:
-    """Earlier releases kept no account of each log, and took the oldest entries of all."""
+    """Earlier releases kept no counts of each log, and trimmed the oldest entries of all logs."""
     path = tmp_path / "store.db"
     with closing(SQLiteStore(path)) as store:
         cursors = store.append("log", [NewEntry("s", b"x")] * 9) + store.append("other", [NewEntry("s", b"x")] * 3)
@@ -202,7 +202,7 @@ def test_a_file_of_an_earlier_release_gets_what_it_lacks(tmp_path: Path) -> None
 
 
 def test_a_tombstone_that_an_earlier_release_trims_is_missed(tmp_path: Path) -> None:
-    """A server of that release may run beside this one. It took the oldest entries, and kept no note of that."""
+    """A server of that release may run beside this one. It trims the oldest entries without a note of that."""
     path = tmp_path / "store.db"
     with closing(SQLiteStore(path)) as store:
         cursors = store.append(NS, [NewEntry("s", b"x")] * 2)
@@ -300,7 +300,7 @@ def test_an_append_gets_its_turn_beside_a_process_that_writes_nearly_all_the_tim
 
 
 def test_what_age_took_is_known_though_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written later is older then, and goes first."""
+    """Entries written later are older then, and are removed first."""
     store, cursors = MemoryStore(), list[str]()
     for seconds in (200.0, 100.0):
         monkeypatch.setattr("agentspec.cache.store.sqlite.time", Mock(time=lambda at=seconds: at))

@@ -1,4 +1,4 @@
-"""Retention beside the background writer: when the store is trimmed, and what a failure costs."""
+"""Test retention beside the background writer: when the store is trimmed, and what a failure costs."""
 
 from unittest.mock import Mock
 
@@ -18,7 +18,7 @@ def test_the_store_is_trimmed_at_start_and_as_it_grows(store: FlakyStore) -> Non
     for number in range(1000):
         store.append(NS, [entry_of(turn("old", number))])
     writer = BackgroundWriter(store, retention=Retention(records=100, bytes=1 << 30))
-    wait_until(lambda: writer.stats().trimmed == 900)  # counted behind the removal
+    wait_until(lambda: writer.stats().trimmed == 900)  # counted after the removal
     assert store.usage().records == 100
     writer.close()
     limit = 4 << 20
@@ -36,7 +36,7 @@ def test_the_store_is_trimmed_at_start_and_as_it_grows(store: FlakyStore) -> Non
 def test_the_store_is_trimmed_also_while_it_takes_no_records(
     store: FlakyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Retention is a promise, and may be what makes room in a full store."""
+    """Retention is a promise, and may make the room that a full store needs."""
     monkeypatch.setattr("agentspec.cache.store.trimmer._SECONDS", 0.05)
     breaker = CircuitBreaker(threshold=1, first_pause=3600.0)
     writer = BackgroundWriter(store, retention=Retention(records=10), breaker=breaker)

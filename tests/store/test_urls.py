@@ -1,4 +1,4 @@
-"""Store URLs: what opens, what is refused and how, and that no password is ever shown."""
+"""Test store URLs: what opens, what is refused and how, and that no password is ever shown."""
 
 import os
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_a_sockets_database_is_an_option_and_never_its_path(url: str, database: 
         ("sqlite:///folder/", "no file named"),
         ("sqlite:///:memory:", "memory://"),
         ("sqlite:///a\x00b", "NUL"),
-        ("sqlite:///a\udcff.db", "UTF-8"),  # as Python reads a name in Latin-1
+        ("sqlite:///a\udcff.db", "UTF-8"),  # as Python reads a Latin-1 name
         ("sqlite:///~nobody-of-this-name/x.db", "home"),
         ("redis://", "no host"),
         ("redis://:hunter2@/0", "no host"),
@@ -110,7 +110,7 @@ def test_a_sockets_database_is_an_option_and_never_its_path(url: str, database: 
         ("redis://user:12/hunter2@host/0", "percent-encoded"),
         ("redis://user:12?hunter2=1@host/0", "percent-encoded"),
         ("redis://user:12#hunter2@host/0", "percent-encoded"),
-        ("redis://user:hunter2\udcff@host/0", "not UTF-8"),  # by os.environ
+        ("redis://user:hunter2\udcff@host/0", "not UTF-8"),  # as os.environ has it
         ("redis://host\udcff/0", "not UTF-8"),
     ],
 )
@@ -161,7 +161,7 @@ def test_an_unreachable_server_is_an_error_without_the_password() -> None:
 
 
 def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be a user whom the machine does not know, as containers of OpenShift run."""
+    """Be a user whom the machine does not know, as in OpenShift's containers."""
 
     def unknown(_: object) -> object:
         raise KeyError("getpwuid(): uid not found")
@@ -209,7 +209,7 @@ def test_an_sqlite_file_has_one_snapshot_whichever_link_leads_to_it(tmp_path: Pa
     (tmp_path / "linked").symlink_to(folder)
     snapshot = folder / "server.db-log-0.snapshot"
     for path in (folder / "server.db", link, tmp_path / "linked" / "server.db", folder / ".." / "data" / "server.db"):
-        assert snapshot_path(f"sqlite:///{path}", "log", 0) == snapshot  # also of a file that is not there yet
+        assert snapshot_path(f"sqlite:///{path}", "log", 0) == snapshot  # the same before the file exists
     open_store(f"sqlite:///{link}").close()
     assert (folder / "server.db").is_file()
     assert snapshot_path(f"sqlite:///{loop}", "log", 0) is not None

@@ -1,4 +1,4 @@
-"""The records that wait for a store: they stay within the limits, and none is lost or counted twice."""
+"""Test the records that wait for a store: they stay within the limits, and none is lost or counted twice."""
 
 import random
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def test_of_what_waits_for_several_parts_the_oldest_is_dropped_first() -> None:
 
 
 def test_an_append_to_a_part_that_is_still_away_is_sent_again_as_it_was() -> None:
-    """So that the store recognises it, where only its answer was lost."""
+    """If only its answer was lost, the store must recognise it."""
     records = WaitingRecords(1 << 30, 64, 64)
     for number in range(4):
         records.put("log", turn("s", number))
@@ -52,7 +52,7 @@ def test_a_batch_is_sent_again_as_it_was_even_if_another_part_came_back_meanwhil
 
 
 def test_a_session_is_in_flight_while_a_record_of_it_is_and_no_longer() -> None:
-    """Forgetting waits for this, so that no record comes behind the tombstone of its session."""
+    """Forgetting waits for this, so that no record comes after the tombstone of its session."""
     waiting = WaitingRecords(1 << 20, 10, 1)
     for number, session in enumerate(("one", "two")):
         waiting.put(NS, turn(session, number))
@@ -64,7 +64,7 @@ def test_a_session_is_in_flight_while_a_record_of_it_is_and_no_longer() -> None:
 
 
 def test_a_batch_ends_with_the_record_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or else large records would not be sent within a socket timeout, and the store would count as away."""
+    """Otherwise large records would not be sent within a socket timeout, and the store would count as away."""
     waiting = WaitingRecords(1 << 20, 10, 10)
     for number in range(5):
         waiting.put(NS, turn("s", number))
@@ -75,7 +75,7 @@ def test_a_batch_ends_with_the_record_that_fills_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_limits_hold_whatever_happens_and_every_record_is_counted_once() -> None:
-    """With a record in flight, set aside or sent again, as without: so only a new one can make it too many."""
+    """Records in flight, set aside or sent again count, too, so only a new record can exceed the limits."""
     choose = random.Random(1)
     for most_bytes, most in ((6 * SIZE, 100), (1 << 20, 6), (0, 6)):
         waiting = WaitingRecords(most_bytes, most, 3)
@@ -135,7 +135,7 @@ def put_in_flight(waiting: WaitingRecords, *sessions: str) -> list[QueuedRecord]
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_only_a_record_that_is_refused_alone_is_given_up(refused: bool) -> None:
-    """One whose part is away waits on."""
+    """A record whose part is away goes on waiting."""
     waiting = WaitingRecords(1 << 20, 10, 10)
     assert waiting.put_back("part", put_in_flight(waiting, "s"), refused=refused) == refused
     assert (waiting.counts.refused, len(waiting), waiting.bytes) == (int(refused), 1 - refused, SIZE * (not refused))
@@ -161,7 +161,7 @@ FAILURES: dict[str, Callable[[WaitingRecords, list[QueuedRecord]], object]] = {
 def test_what_was_erased_while_it_was_in_flight_comes_back_in_no_way(
     fail: Callable[[WaitingRecords, list[QueuedRecord]], object],
 ) -> None:
-    """It would come behind the tombstone of its session; a session that is used again is not affected."""
+    """Otherwise it would come after the tombstone of its session. New turns of the session are not affected."""
     waiting = WaitingRecords(1 << 20, 10, 10)
     items = put_in_flight(waiting, "gone", "stays", "stays", "gone")
     waiting.forget("gone")
@@ -212,7 +212,7 @@ def test_of_the_queue_and_what_is_set_aside_the_oldest_is_dropped_first() -> Non
 
 
 def test_the_oldest_is_the_next_record_where_none_waits() -> None:
-    """Whoever waits for all records up to the newest would wait for ever, or not at all."""
+    """Otherwise a wait for all records up to the newest would last for ever, or not at all."""
     waiting = WaitingRecords(1 << 20, 10, 10)
     assert waiting.oldest() == 1
     waiting.note_written(put_in_flight(waiting, "s", "s"), 2)

@@ -1,4 +1,4 @@
-"""The background writer: never waits, never loses count, survives whatever the store does."""
+"""Test the background writer: it never waits, counts every record, and survives whatever the store does."""
 
 import sys
 import threading
@@ -25,14 +25,14 @@ __all__ = ["store"]
 
 def test_records_arrive_in_order_and_in_batches(store: FlakyStore) -> None:
     writer = BackgroundWriter(store)
-    store.gate.clear()  # else a batch may go before it is full
+    store.gate.clear()  # otherwise a batch may be sent before it is full
     for number in range(1000):
         writer.put(NS, turn(f"s{number % 3}", number))
     store.gate.set()
     assert writer.flush(60)
     assert stored(store) == list(range(1000))
     assert all(len(batch) <= 64 for batch in store.appended)
-    assert len(store.appended) <= 17  # sixteen, and the one that was on its way
+    assert len(store.appended) <= 17  # sixteen, and the one under way
     stats = writer.stats()
     assert (stats.persisted, stats.dropped, stats.failed, stats.queued, stats.queued_bytes) == (1000, 0, 0, 0, 0)
     assert stats.state == "closed"
@@ -78,7 +78,7 @@ def test_put_returns_at_once_while_the_store_hangs_and_the_oldest_go(
     wait_until(lambda: store.calls == 1)
     for number in range(1, 1001):
         writer.put(NS, turn("s", number))
-    assert not store.gate.is_set()  # the store hung all the time, and the puts are through
+    assert not store.gate.is_set()  # the store hung all the time, and no put waited
     stats = writer.stats()
     assert (stats.queued, stats.dropped) == (100, 901)
     store.gate.set()
@@ -97,7 +97,7 @@ def test_the_queue_is_bounded_in_bytes_too(store: FlakyStore) -> None:
     stats = writer.stats()
     assert 15 < stats.queued < 25
     assert stats.queued + stats.dropped == 100
-    wait_until(lambda: writer.stats().state == "open")  # nothing is on its way
+    wait_until(lambda: writer.stats().state == "open")  # no batch is under way
     writer.put(NS, turn("s", 100, prompt=1_000_000))  # larger than all of it
     assert writer.stats().queued == 0
     assert writer.stats().dropped == 101
@@ -126,7 +126,7 @@ def test_an_outage_is_logged_once_and_so_is_its_end_and_nothing_is_lost(
 
 
 def test_a_failed_append_waits_before_it_is_tried_again(store: FlakyStore) -> None:
-    """Else a moment's trouble would count as an outage, after five attempts within a millisecond."""
+    """Otherwise a brief error would count as an outage, after five attempts within a millisecond."""
     at: list[float] = []
     original = store.append
 
@@ -164,7 +164,7 @@ def test_an_open_breaker_leaves_the_store_alone(store: FlakyStore) -> None:
     ids=["full", "with room for more"],
 )
 def test_a_batch_that_failed_is_sent_again_as_it_was(store: FlakyStore, count: int, options: dict[str, Any]) -> None:
-    """Else a store could not tell that it has it already."""
+    """Otherwise a store could not recognise a batch that it has already."""
     sent: list[list[NewEntry]] = []
     original = store.append
 
@@ -217,7 +217,7 @@ def test_a_record_that_the_store_never_takes_is_found_and_given_up(
 def test_records_that_the_store_never_takes_are_no_outage_in_the_log(
     store: FlakyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in an SQLite file with a damaged page: some sessions can be written, others cannot."""
+    """In an SQLite file with a damaged page, for example, some sessions can be written and others cannot."""
     refuse(store, StoreError("malformed"), lambda number: number % 8 == 0)
     writer = BackgroundWriter(store, breaker=quick())
     for number in range(64):
@@ -260,7 +260,7 @@ def test_forgetting_waits_for_the_records_that_are_on_their_way(store: FlakyStor
     writer.put(NS, turn("a", 2))
     assert not writer.forget("a", 0.05)
     assert writer.forget("b") is False
-    assert writer.stats().erased == 1  # what was still queued
+    assert writer.stats().erased == 1  # the record that was still queued
     store.gate.set()
     assert writer.forget("a", 60)
     assert stored(store) == [0, 1]  # it was stored before, so erasing the session in the store removes it
@@ -315,8 +315,8 @@ def test_close_gives_up_in_time_and_says_what_is_lost(store: FlakyStore, caplog:
         writer.put(NS, turn("s", number))
     begin = time.monotonic()
     writer.close(0.3)
-    assert time.monotonic() - begin < 10  # it would try for ever
-    writer._thread.join(60)  # what it drops it counts behind the time that close waits for it
+    assert time.monotonic() - begin < 10  # it would go on trying for ever
+    writer._thread.join(60)  # it counts dropped records after close has stopped waiting
     stats = writer.stats()
     assert (stats.persisted, stats.dropped, stats.queued) == (0, 7, 0)
     assert "7 records unwritten" in caplog.text
@@ -342,7 +342,7 @@ def test_threads_may_put_at_once(store: FlakyStore) -> None:
 def test_other_threads_get_the_interpreter_while_records_are_encoded(
     store: FlakyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python takes the interpreter from a thread only after 5 ms, which a decode step must not wait for."""
+    """Python takes the interpreter from a thread only after 5 ms, and a decode step must not wait for that."""
     monkeypatch.setattr(store, "append", lambda namespace, entries: ["" for _ in entries])
     before, turns = sys.getswitchinterval(), 0
     writer = BackgroundWriter(store, batch_seconds=0.2)

@@ -1,4 +1,4 @@
-"""The background writer on several logs: each keeps its order, and one that is away costs the others nothing."""
+"""Test the background writer on several logs: each keeps its order, and one that is away costs the others nothing."""
 
 import threading
 import time
@@ -67,7 +67,7 @@ def test_a_record_that_is_never_taken_costs_no_other_log_anything(store: FlakySt
 
 
 def test_flush_waits_for_the_queue_while_a_newer_record_of_a_refused_log_is_tried(store: FlakyStore) -> None:
-    """One log is refused, and then the store is away for another one, whose records are older than the former's."""
+    """One log is refused. Then the store is away for another log, whose records are older."""
     original, tried, go_on = store.append, threading.Event(), threading.Event()
 
     def picky(namespace: str, entries: list[NewEntry]) -> None:
@@ -89,7 +89,7 @@ def test_flush_waits_for_the_queue_while_a_newer_record_of_a_refused_log_is_trie
             target = writer._records.newest
     assert tried.wait(60)
     with writer._work:
-        assert writer._records.oldest() <= target  # of records that wait for the other log
+        assert writer._records.oldest() <= target  # it is a record that waits for the other log
     assert not writer.flush(0.0)
     go_on.set()
     assert writer.flush(60)
@@ -137,7 +137,7 @@ def test_an_erased_session_leaves_the_queue_of_every_log(store: FlakyStore) -> N
 
 
 class PartedStore(FlakyStore):
-    """A store whose logs lie in the part that their names begin with, each of which can be away."""
+    """Keep each log in the part that its name begins with. Each part can be away."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class TestAPartThatIsAway:
         assert store.numbers("a1") == list(range(0, 300, 3)) and store.numbers("a2") == list(range(2, 300, 3))
         wait_until(lambda: writer.stats().state == "closed")
         assert (writer.stats().persisted, writer.stats().queued_bytes) == (300, 0)
-        writer.close()  # which ends its thread, so that it has logged what it had to
+        writer.close()  # this ends its thread, so all messages are logged
         messages = [record.getMessage() for record in caplog.records]
         assert ["lost" in line for line in messages] == [True, False] and "is back" in messages[1]
 
@@ -198,9 +198,9 @@ class TestAPartThatIsAway:
         writer.close()
 
     def test_keeps_nobody_waiting_for_a_call_that_is_not_made(self) -> None:
-        """The breaker lets one call through, but all that the batch has goes to a part that is away."""
+        """The breaker lets one call through, but the whole batch is for a part that is away."""
         store = PartedStore()
-        store.away, store.moved["n"] = {"a", ""}, ""  # nobody knows where log n is
+        store.away, store.moved["n"] = {"a", ""}, ""  # the part of log n is unknown
         writer = BackgroundWriter(store, breaker=quick())
         writer.put("a", turn("s", 1))
         wait_until(lambda: len(writer._records.aside) == 1)
@@ -234,7 +234,7 @@ class TestAPartThatIsAway:
         writer.close()
 
     def test_is_said_to_drop_records_once_for_an_outage(self, caplog: pytest.LogCaptureFixture) -> None:
-        """A line for each record that is dropped would fill the disk."""
+        """A line for each dropped record would fill the disk."""
         store = PartedStore()
         store.away = {"a"}
         writer = BackgroundWriter(store, max_entries=4)
@@ -250,7 +250,7 @@ class TestAPartThatIsAway:
         writer.close()
 
     def test_remembers_no_log_of_which_nothing_waits(self) -> None:
-        """While a node is away, ever new logs may come, and the queue drops the records of the older ones."""
+        """While a node is away, more and more logs may come, and the queue drops the records of older ones."""
         store = PartedStore()
         store.away = {"a"}
         writer = BackgroundWriter(store, max_entries=8, batch_entries=8)
@@ -303,7 +303,7 @@ class TestAPartThatIsAway:
 def test_what_waits_aside_is_without_the_session_that_was_erased_while_its_append_failed(
     store: FlakyStore, error: StoreError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its records would come behind the tombstone."""
+    """Otherwise its records would come after the tombstone."""
     append = store.append
 
     def fail_once(*args: Any, **options: Any) -> list[str]:

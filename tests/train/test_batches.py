@@ -1,4 +1,4 @@
-"""What is trained on in which step."""
+"""Test which rows a training step uses."""
 
 from collections import Counter
 from itertools import islice

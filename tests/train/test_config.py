@@ -1,4 +1,4 @@
-"""The YAML file: ArcticTraining's spelling is read, and what is wrong is named."""
+"""Test the YAML file: ArcticTraining's spelling is read, and errors name the field."""
 
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def test_refuses_what_is_no_mapping(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_an_error_of_yaml_is_one_line(tmp_path: Path, text: str, named: str) -> None:
-    """Of a field that stood there twice the last one won, unsaid."""
+    """A repeated field must be an error, too: YAML's reader would silently take the last."""
     with pytest.raises(ConfigurationError, match=rf"config\.yaml{named}") as error:
         load_config(write(tmp_path, text))
     assert len(str(error.value).splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Contexts are what the target saw: turns of a session joined where they continue each other, and nowhere else."""
+"""Test that contexts are what the target saw: turns of a session are joined only where they continue each other."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_slash_in_a_name_makes_it_no_other_one(tmp_path: Path) -> None:
 
 
 class Log:
-    """A store that is written as the engine writes it."""
+    """Write a store as the engine does."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +83,7 @@ class Log:
         tenant: str | None = "acme",
         scope: Scope = "tenant",
     ) -> None:
-        """Store a turn whose first ``kept`` tokens of prompt were said before."""
+        """Store a turn whose prompt's first ``kept`` tokens were said before."""
         hashes = [0, *context_hashes(prompt).tolist()]
         parent, block = hashes[kept], hashes[kept // 64 * 64]
         name = self.persistence.next_name()
@@ -133,7 +133,7 @@ def test_a_turn_without_the_beginning_of_its_context_is_left_out(tmp_path: Path)
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_tree_of_long_turns_is_rebuilt_whichever_are_missing(seed: int) -> None:
-    """Turns go on anywhere in any earlier context; what is rebuilt is the true prompt, or nothing."""
+    """Turns continue any earlier context at any place. A rebuilt prompt is the true one, or missing."""
     chance = np.random.default_rng(seed)
     said: list[NDArray[np.int32]] = []
     contexts, rebuilt, cut_off, lost = SessionContexts(), 0, 0, 0
@@ -141,7 +141,7 @@ def test_a_tree_of_long_turns_is_rebuilt_whichever_are_missing(seed: int) -> Non
         kept = ids()
         if said and chance.random() < 0.9:
             earlier = said[int(chance.integers(len(said)))]
-            # at its end, or anywhere in it, as where a chat template rewrites a part of the history
+            # At its end, or anywhere in it, as when a chat template rewrites a part of the history.
             kept = earlier if chance.random() < 0.5 else earlier[: int(chance.integers(len(earlier)))]
         tail, response = (chance.integers(0, 3, int(chance.integers(1, 150))).astype(np.int32) for _ in range(2))
         prompt = np.concatenate([kept, tail])

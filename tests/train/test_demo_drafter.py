@@ -1,4 +1,4 @@
-"""The drafter that is committed for the demo's model: it loads, is small, and drafts what that model writes."""
+"""Test the demo's committed drafter: it loads, is small, and drafts what the demo's model writes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prompts whose answers are there, or cannot be had; tests/end_to_end lets vLLM answer some."""
+"""Test prompts that are answered already, or cannot be answered; in tests/end_to_end, vLLM answers some."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(folder: Path, prompts: str, answered: int = 0) -> list[tuple[int, int]]:
-    """Answer these prompts where so many answers are there; what progress was shown."""
+    """Answer these prompts, of which `answered` have answers. Return the progress that was shown."""
     source = PromptsSource(type="prompts", path=folder / "prompts.jsonl")
     source.path.write_text(prompts, encoding="utf-8", errors="surrogateescape")
     (folder / "answers.jsonl").write_text("{}\n" * answered)
@@ -97,7 +97,7 @@ def test_chats_are_asked_with_their_own_tools(tmp_path: Path, monkeypatch: pytes
 
 
 def test_prompts_that_newer_vllm_refuses_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose errors are no ValueErrors. The training ended with a traceback."""
+    """Newer vLLM's errors are no ValueErrors. The training must not end with a traceback."""
 
     class Refusal(Exception):
         pass

@@ -1,4 +1,4 @@
-"""Rows on disk are the target's own hidden states, whatever they were batched with, and are computed once."""
+"""Test that rows on disk are the target's own hidden states, however they were batched, and are computed once."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Several shards and several batches a shard, of this little data."""
+    """Split this little data into several shards, with several batches each."""
     monkeypatch.setattr(hidden_states, "_SHARD_ROWS", 300)
     monkeypatch.setattr(hidden_states, "_FORWARD_TOKENS", 400)
     yield

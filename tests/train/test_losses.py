@@ -1,4 +1,4 @@
-"""The losses against their formulas in float64 numpy, and what their gradients do."""
+"""Compare the losses with their formulas in float64 numpy, and test their gradients."""
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ def test_lk_is_the_paper_s_mix_up_to_the_target_s_entropy() -> None:
 
 
 def test_lk_pulls_even_where_there_is_no_overlap() -> None:
-    """Where the gradient of the acceptance alone is next to nothing."""
+    """The gradient of the acceptance alone is nearly zero there."""
     scores = torch.zeros(1, 4)
     scores[0, 0] = 20.0
     scores.requires_grad_()
@@ -50,7 +50,7 @@ def test_lk_rests_where_the_draft_is_the_target() -> None:
     loss, _ = lk(scores, target)
     loss.sum().backward()
     assert scores.grad is not None
-    # the overlap has a kink here: each token's part of the gradient is at most that of one side of it
+    # The overlap has a kink here, so each token's gradient is at most that of one side of it.
     assert float(scores.grad.abs().max()) < 0.3
     worse, _ = lk(scores.detach() + torch.tensor([2.0, *[0.0] * 7]), target)
     assert bool((worse > loss).all())

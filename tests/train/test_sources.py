@@ -1,4 +1,4 @@
-"""Which sessions are trained on, and which are held out to measure on."""
+"""Test which sessions are trained on, and which are held out to measure on."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def gathered(settings: dict[str, Any], eval_file: Path) -> Corpus:
 
 
 def test_a_session_that_is_measured_on_is_not_trained_on(settings: dict[str, Any], calls: Path, tmp_path: Path) -> None:
-    """It was, so the acceptance that the report has was that of texts which the speculator knew."""
+    """Otherwise the report's acceptance would be measured on texts that the speculator knows."""
     recorded = calls.read_text().splitlines()
     first, second = json.loads(recorded[0]), json.loads(recorded[3])
     longer = {**second, "response_token_ids": [*second["response_token_ids"], 1, 2, 3]}
@@ -27,7 +27,7 @@ def test_a_session_that_is_measured_on_is_not_trained_on(settings: dict[str, Any
     eval_file.write_text("".join(json.dumps(call) + "\n" for call in (first, other)))
     corpus = gathered(settings, eval_file)
     assert [each.session for each in corpus.held_out] == ["s0", "s2"]
-    # s2 is another text under the same name, as where the prompts of two files are numbered.
+    # s2 is another text under the same name, as when the prompts of two files are numbered.
     assert {each.session for each in corpus.train} == {f"s{number}" for number in range(1, 20)}
 
     trained = tmp_path / "trained.jsonl"

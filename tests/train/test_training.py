@@ -1,4 +1,4 @@
-"""The command on a small target: what it writes, that it learns, and that cutting it off changes nothing."""
+"""Test the command on a small target: what it writes, that it learns, and that an interruption changes nothing."""
 
 import io
 import json
@@ -55,7 +55,7 @@ def test_the_command_trains_and_writes_what_loads(
 
 
 def test_acceptance_is_that_of_real_decoding(settings: dict[str, Any]) -> None:
-    """The figure, against the draft loop decoding every held-out response step by step."""
+    """Compare the figure with the draft loop, which decodes each held-out response step by step."""
     settings["train_iters"] = 60
     config = TrainingConfig.model_validate(settings)
     report = train(config, QUIET)
@@ -126,7 +126,7 @@ def test_cut_off_and_resumed_is_as_if_unbroken(
 def test_a_run_goes_on_when_its_records_have_grown(
     settings: dict[str, Any], calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program that still wrote them made an end of the training: its checkpoint was of other data."""
+    """A program may still be writing them. The checkpoint must not count as one of other data."""
     unbroken = train(TrainingConfig.model_validate(settings), QUIET)
     records = tmp_path / "growing.jsonl"
     shutil.copy(calls, records)
@@ -152,7 +152,7 @@ def test_a_run_goes_on_when_its_records_have_grown(
 def test_a_training_that_is_stopped_saves_its_step(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    """What came after the latest checkpoint was lost, and nothing was said."""
+    """Otherwise the steps after the latest checkpoint would be lost, without a message."""
     settings["train_iters"] = 12
     unbroken = train(TrainingConfig.model_validate(settings), QUIET)
     settings["checkpoint"]["output_dir"] = str(tmp_path / "again")
@@ -171,7 +171,7 @@ def test_a_training_that_is_stopped_saves_its_step(
     assert "stopped at step 6 of 12, which is saved; run the command again to go on" in text.getvalue()
     assert signal.getsignal(number) is before
     resumed = train(config, QUIET)
-    assert steps == [12]  # none twice
+    assert steps == [12]  # no step ran twice
     assert resumed["held_out"] == unbroken["held_out"]
 
 
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_other_settings_is_refused(settings: dict[str, Any], mon
 def test_lk_learns_the_target_s_distribution_and_not_the_recorded_token(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """They differ here: the target's weights are random, the responses are not its own."""
+    """The two differ here: the target's weights are random, and the responses are not its own."""
     overlap: dict[str, float] = {}
     for loss in ("lk", "cross_entropy"):
         settings |= {"loss": loss, "train_iters": 80, "checkpoint": {"output_dir": str(tmp_path / loss)}}
@@ -225,7 +225,7 @@ def test_lk_learns_the_target_s_distribution_and_not_the_recorded_token(
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_progress_in_a_log_is_lines(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """There was none before the end, which takes hours."""
+    """Otherwise a log would show no progress for hours."""
     monkeypatch.setattr(run, "_LOG_SECONDS", seconds)
     log = io.StringIO()
     train(TrainingConfig.model_validate(settings), Console(file=log))
@@ -251,7 +251,7 @@ def test_a_target_that_was_trained_on_in_place_is_read_again(settings: dict[str,
 def test_trainings_with_other_seeds_have_the_same_answers(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They share a cache, in which answers were those of whichever seed came first."""
+    """They share a cache, so its answers must not depend on which seed came first."""
 
     class Engine:
         llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))

@@ -1,4 +1,4 @@
-"""A training that cannot go on names the field and the remedy, and what it has done is kept."""
+"""Test that a training that cannot go on names the field and the remedy, and keeps what it has done."""
 
 import errno
 import io
@@ -34,7 +34,7 @@ QUIET = Console(quiet=True)
 
 
 def test_a_tokenizer_that_is_not_there_is_named_by_its_field(settings: dict[str, Any], tmp_path: Path) -> None:
-    """By its field, not by an option of another command."""
+    """The error names the field, not an option of another command."""
     settings["data"]["sources"][0]["tokenizer"] = str(tmp_path / "none.json")
     with pytest.raises(ConfigurationError, match=r"^data\.sources: tokenizer .*none\.json: no such file"):
         train(TrainingConfig.model_validate(settings), QUIET)
@@ -111,7 +111,7 @@ def test_a_store_without_sessions_is_named(settings: dict[str, Any], tmp_path: P
 def test_a_folder_that_cannot_be_written_is_named_at_once(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, field: str
 ) -> None:
-    """By its field: it was named after hours, or without."""
+    """The error names its field at once, not after hours."""
     (tmp_path / "file").write_text("a note")
     settings[section][field] = str(tmp_path / "file" / "folder")
     with pytest.raises(ConfigurationError, match=rf"{section}\.{field}: the folder cannot be made .*; name another"):
@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_written_is_named_at_once(
 
 
 def test_two_trainings_do_not_write_into_one_folder(settings: dict[str, Any], tmp_path: Path) -> None:
-    """They wrote one training.pt; one of them ended for want of its training.pt.part."""
+    """Otherwise both would write one training.pt, and one would fail because its training.pt.part is gone."""
     config = TrainingConfig.model_validate(settings)
     out, cache = config.checkpoint.output_dir, folder_of(config)
     for folder in (out, cache):
@@ -143,7 +143,7 @@ def test_two_trainings_do_not_write_into_one_folder(settings: dict[str, Any], tm
 
 @contextmanager
 def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has a folder locked, and its end."""
+    """Run a process that holds a folder's lock, and end it afterwards."""
     command = [sys.executable, "-c", HOLDER, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
@@ -155,7 +155,7 @@ def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_full_disk_is_named_with_the_file_and_the_run_goes_on(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
-    """It was a traceback that named neither."""
+    """The error names the disk and the file, and is no traceback."""
     settings["train_iters"] = 2
     settings["checkpoint"]["save_every_n_steps"] = 1
     writers: dict[str, tuple[Any, str]] = {
@@ -185,7 +185,7 @@ def test_a_full_disk_is_named_with_the_file_and_the_run_goes_on(
 def test_a_disk_that_is_full_at_the_end_leaves_no_half_of_a_file(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
-    """The next run took the half for a finished speculator, or for another model, and refused the folder."""
+    """Otherwise the next run would take it for a finished speculator, or another model's, and refuse the folder."""
     settings["train_iters"] = 1
     write = Path.write_text
 

@@ -1,4 +1,4 @@
-"""The types that users see, as mypy sees them."""
+"""Test the types that users see, as mypy sees them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_right_uses_pass_and_a_wrong_one_is_found(tmp_path: Path) -> None:
         "async def main(client: AgentClient) -> str:\n"
         "    return (await client.session('s').chat('hello')).text\n"
     )
-    # strict also reports an ignore that is not needed: the wrong calls in client_api must be wrong
+    # --strict also reports an unneeded ignore, so the wrong calls in client_api must be wrong.
     command = [sys.executable, "-m", "mypy", "--strict", str(HERE / "client_api.py"), str(program)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent.parent)
     assert result.returncode == 1
