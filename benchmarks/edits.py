@@ -54,7 +54,7 @@ VIEWS: dict[str, Callable[[str], str]] = {
     "numbered": lambda text: "".join(f"{number:6}\t{line}" for number, line in enumerate(text.splitlines(True), 1)),
     "result": lambda text: json.dumps({"output": text, "metadata": {"exit_code": 0}}, ensure_ascii=False),
 }
-"""What a file looks like in each form."""
+"""Functions that show a file in each form."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ DRAFTER = {
 }
 
 WRITTEN = ("report.html", "summary.json", "steps.jsonl", "replies.jsonl", "plain.log", "agentspec.log", "server.db*")
-"""What the demo writes, and removes of an earlier run."""
+"""Files that the demo writes. It first removes those of an earlier run."""
 
 
 def main() -> int:

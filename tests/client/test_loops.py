@@ -20,7 +20,7 @@ from .loop_runs import release, short
 
 
 class Number(pydantic.BaseModel):
-    """Describe an answer that the fake server never gives."""
+    """An answer that the fake server never gives."""
 
     value: int
 

@@ -237,7 +237,7 @@ def test_a_file_that_a_link_names_is_kept_beside_itself(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_read_is_left_as_it_is(tmp_path: Path) -> None:
-    """Until a reader ends, a part of the old store is in its write-ahead log, which has no place beside the kept file."""
+    """Until a reader ends, a part of the old store is in its write-ahead log, which cannot be kept beside the file."""
     path = tmp_path / "server.db"
     old_file(path)
     reader = sqlite3.connect(path, isolation_level=None)
