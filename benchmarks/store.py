@@ -229,7 +229,7 @@ def _delays(what: str, processes: Sequence[Process]) -> Iterator[Row]:
     random = np.random.default_rng(1)
     nothing = random.integers(5, VOCABULARY - 5, 64, dtype=np.int32)
     for asked in [process.begin("listen", nothing, 32, 0.5) for process in processes]:
-        asked()  # from its first request on, a replica follows the tenant
+        asked()  # a replica follows the tenant from its first request on
     delays: list[float] = []
     missing = 0
     for trial in range(TRIALS):

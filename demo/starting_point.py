@@ -21,7 +21,7 @@ ROPE_BASE = 1e7  # high, so that half of each head's dimensions hardly rotate an
 CONTENT = 96  # number of dimensions of the embedding
 CONSTANT = 96  # dimension in which each token has the same value
 LAST, LAST_SIZE = 97, 48  # first dimension and size of the room for the last token
-SECOND, SECOND_SIZE = 145, 40  # and for the one before it
+SECOND, SECOND_SIZE = 145, 40  # the same for the token before it
 FAST = 3  # pairs of dimensions that rotate fast enough to tell neighbours apart
 STILL = [half + pair for half in (0, HALF) for pair in range(7, HALF)]  # dimensions that rotate slowly
 

@@ -205,7 +205,7 @@ def loss_of(model: Any, ids: Tensor, learn: Tensor) -> tuple[Tensor, float]:
 def export(model: Any, tokenizer: Tokenizer, out: Path, card: str) -> None:
     """Write the model folder beside ``out`` and swap it in, so that no reader finds half a model."""
     new, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
-    for left in (new, old):  # by a run that was killed
+    for left in (new, old):  # leftovers of a killed run
         shutil.rmtree(left, ignore_errors=True)
     new.mkdir(parents=True)
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)

@@ -130,7 +130,7 @@ def test_a_folder_is_locked_until_its_process_ends(tmp_path: Path, killed: bool)
         with pytest.raises(InvalidInputError, match="busy"), locked(tmp_path, refuse):
             pass
         end = holder.kill if killed else holder.stdin.close
-        with locked(tmp_path, end):  # and waits
+        with locked(tmp_path, end):  # this waits for the holder
             assert holder.wait() == (-9 if killed else 0)
             assert [file.name for file in tmp_path.iterdir()] == [".lock"]
     assert list(tmp_path.iterdir()) == []

@@ -99,7 +99,7 @@ def test_options_that_cannot_work_are_refused(
         ([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], [5, 6, 1]),  # four tokens match
         ([9, 2, 3, 4, 5, 6, 1, 2, 3, 4], None),  # three
         ([1, 2, 3, 4, 7, 0, 2, 3, 4, 8, 1, 2, 3, 4], [7, 0, 2]),  # the longest match, not the latest
-        ([0, 1, 2, 3, 4, 7, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4], [8, 1, 2]),  # of two, the latest
+        ([0, 1, 2, 3, 4, 7, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4], [8, 1, 2]),  # two equal matches: the latest
         ([5, 5, 5, 5, 5, 5], [5]),  # it reaches the end of the text
         ([1], None),
     ],

@@ -40,7 +40,7 @@ class FakeServer:
     answers: list[dict[str, Any]] = field(default_factory=list)  # messages of the next replies
     probe: Callable[[], tuple[int, Any]] | None = None
     counts: dict[str, Any] | None = None
-    token_ids: tuple[list[int], list[int]] | None = None  # of prompt and answer, for requests that ask
+    token_ids: tuple[list[int], list[int]] | None = None  # ids of prompt and answer, for requests that ask for them
     prediction_usage: tuple[int, int] | None = None  # accepted and rejected tokens
     finish_reason: str | None = None
     erasing: list[int] = field(default_factory=list)  # statuses of the next erasures; 202: something is left

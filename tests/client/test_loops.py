@@ -193,7 +193,7 @@ class TestBestOf:
         names = {tag["session_id"] for tag in tags}
         assert {name.rpartition(".")[2] for name in names} == {"1", "2", "3", "4"}
         (begin,) = {name.rpartition(".")[0] for name in names}
-        assert begin.startswith("s.") and len(begin) == len("s.") + 8  # no session that somebody has named
+        assert begin.startswith("s.") and len(begin) == len("s.") + 8  # not a name that a user chose
 
     def test_keeps_the_errors_of_the_others(self, run: Any, server: FakeServer) -> None:
         server.failures = [500]

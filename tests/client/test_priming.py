@@ -134,7 +134,7 @@ def test_a_server_that_refuses_the_offer_is_asked_as_usual(server: FakeServer, t
     with connect(server, store=url) as client:
         client.session("s").chat("hello")
     with connect(server, store=url) as client:
-        server.failures = [503]  # of the offer
+        server.failures = [503]  # for the call that offers the session
         assert client.session("s").chat("again").text == "answer 2"
     assert len(primings(server)) == 1
 

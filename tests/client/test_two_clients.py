@@ -57,7 +57,7 @@ def test_a_session_that_the_store_has_lost_is_not_put_down_to_another_client_alo
         session = client.session("s")
         session.chat("one")
         wait_until_stored(store, 2)
-        store.erase_session(NAMESPACE, "s", mark=False)  # as Redis does that is restarted empty
+        store.erase_session(NAMESPACE, "s", mark=False)  # as a Redis server that restarts empty
         with pytest.raises(SessionConflictError, match="or the store has lost some") as caught:
             session.chat("two")
         assert "erased it" in str(caught.value)

@@ -20,7 +20,7 @@ SENTENCE = "This function is written, and all of the tests expect a number witho
 CONTEXT = 65_536
 _HIDDEN = 512
 _OTHER = _HIDDEN - 1  # the dimension of all tokens that the answer lacks
-_SURE = 10.0  # so that the answer is the same at any temperature
+_SURE = 10.0  # logit margin: the answer is the same at any temperature
 
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif %}"

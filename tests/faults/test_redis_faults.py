@@ -102,7 +102,7 @@ def test_evicting() -> None:
         referenced = server.client().xlen(f"{{agentspec:{LOG}}}:3:log")
         missing, lost = fresh.losses().missing, serving.store.losses().lost + store.losses().lost
         assert len(found) + missing == referenced
-        assert referenced + lost >= 60 + serving.turns  # what is gone is counted
+        assert referenced + lost >= 60 + serving.turns  # lost records are counted
         assert missing + lost > 0
         serving.never_waited()
 
@@ -211,7 +211,7 @@ def test_a_node_of_a_cluster_that_is_away_holds_up_no_log_of_the_others(fault: s
             acknowledged = 20 * len(logs) + (number - 19) * len(others)
             wait_until(lambda count=acknowledged: writer.stats().persisted >= count)  # type: ignore[misc]
             slowest = max(slowest, time.monotonic() - begin)
-            time.sleep(0.1)  # in all longer than the Cluster takes to notice
+            time.sleep(0.1)  # altogether longer than the Cluster takes to notice
         assert slowest < 15, slowest  # an attempt at the node, of which there is one a second and ever fewer
         assert writer.stats().state != "closed"
         followed: set[str] = set()
@@ -251,7 +251,7 @@ def test_back_after_what_the_server_knew_of_the_writer_has_expired(monkeypatch: 
         with monkeypatch.context() as patch:
             back, begun = threading.Event(), threading.Event()
             patch.setattr(serving.store, "append", held_until(back, begun, serving.store.append))
-            assert begun.wait(60)  # else a call from before the replacement could still reach the server
+            assert begun.wait(60)  # otherwise an earlier call could still reach the server
             server.start()
             assert not server.client().keys("*:w:*")
             back.set()

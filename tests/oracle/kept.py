@@ -31,7 +31,7 @@ class Session:
 
     key: Key
     tenant: Tenant
-    learned: Learned | None = None  # from its requests that share nothing
+    learned: Learned | None = None  # learned from its requests that share nothing
     turns: Turns = field(default_factory=Turns)
     owner: str = ""  # who it counts for when memory is scarce
     running: int = 0

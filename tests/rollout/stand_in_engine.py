@@ -28,8 +28,8 @@ class Engine:
             speculative_config=spec,
             cache_config=SimpleNamespace(cache_dtype="auto"),
         )
-        self.told: list[tuple[int, tuple[str, ...]]] = []  # what the worker was told, after so many requests
-        self.resets: list[int] = []  # of the prefix cache, after so many requests
+        self.told: list[tuple[int, tuple[str, ...]]] = []  # (requests so far, what the worker was told)
+        self.resets: list[int] = []  # requests so far, at each reset of the prefix cache
         self.batch, self.fail_after = batch, fail_after
         self.open: deque[str] = deque()
         self.asked: list[tuple[str, Any]] = []
@@ -66,7 +66,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         if not text.isprintable():
-            raise TypeError("no text")  # as tokenizers says of half a surrogate pair
+            raise TypeError("no text")  # as tokenizers raises for half a surrogate pair
         return [len(word) for word in text.split()]
 
     def decode(self, tokens: list[int]) -> str:

@@ -111,7 +111,7 @@ def _read_request(chance: random.Random) -> str:
     identity = identify(tagged)
     known = sum(name == b"x-principal" for name, _ in headers) == 1 and presented.verified is not False
     assert known or identity.principal == NOBODY, (headers, identity)
-    assert identity.principal != "q" and identity.caller != "c"  # as the caller said of itself
+    assert identity.principal != "q" and identity.caller != "c"  # these are the caller's claims
     identify(_odd(chance, _EXTRA))
     return "nobody" if identity.principal == NOBODY else f"scope {identity.scope}"
 

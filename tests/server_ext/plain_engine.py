@@ -85,7 +85,7 @@ class Engine:
             (draft,) = self.proposer.propose(step)
             length, steps = new, steps + 1
         self.proposer.finish(request_id, len(output))
-        self.proposer.finish_if_idle()  # as where vLLM has no further step
+        self.proposer.finish_if_idle()  # as if vLLM had no further step
         return steps
 
     def turns(self) -> list[TurnRecord]:

@@ -141,7 +141,7 @@ def test_a_token_that_was_sampled_behind_an_accepted_end_is_not_counted() -> Non
     batch.step(both, drafted=3)
     assert batch.tokens_and_steps("0") == (3, 2)
     assert batch.tokens_and_steps("1") == (5, 2)
-    batch.proposer.note_lengths({"0": 3})  # as the API server says where the request has stop texts too
+    batch.proposer.note_lengths({"0": 3})  # as the API server does if the request has stop texts, too
     assert batch.tokens_and_steps("0") == (3, 2)
 
 
@@ -166,7 +166,7 @@ def test_the_time_of_the_draft_model_is_no_part_of_a_steps_price(monkeypatch: py
     monkeypatch.setattr(engine.fusion, "draft", fused)
     monkeypatch.setattr(engine.pricing.cost, "observe", lambda *step: observed.append(step))
     room, none = np.full(1, 8, np.int32), np.zeros(1, np.int32)
-    model, others = cast(StepModel, object()), Batch(("unknown",), none)  # whose rows get no drafts
+    model, others = cast(StepModel, object()), Batch(("unknown",), none)  # rows that get no drafts
     for rows, its_model in ((batch.batch, model), (batch.batch, model), (others, None), (batch.batch, None)):
         step = Step(rows, (), batch.tokens, batch.lengths[:1], room, none, 0, seconds=0.02)
         engine.propose(step, its_model)

@@ -349,7 +349,7 @@ def test_a_process_that_was_frozen_drafts_nothing_of_what_was_erased_meanwhile(s
         a.erase("s")
         time.sleep(1.1)
         os.kill(child.pid, signal.SIGCONT)
-        child.stdout.readline()  # of a step that it was in the middle of
+        child.stdout.readline()  # the line of an unfinished step
         lines = [child.stdout.readline() for _ in range(300)]
         assert child.poll() is None
         assert lines.count(b"0\n") == 300, lines

@@ -287,7 +287,7 @@ def test_a_step_applies_what_fits_its_budget_of_time(store: FlakyStore, monkeypa
 def test_an_erasure_is_work_until_it_has_ended_and_then_the_session_is_loaded_again(store: FlakyStore) -> None:
     engine = Engine(store)
     engine.persistence.erase("s", [TENANT]).result(60)
-    assert engine.persistence.has_loaded()  # so that the engine's next step looks
+    assert engine.persistence.has_loaded()  # so the engine's next step calls apply_loaded
     engine.persistence.apply_loaded()
     assert not engine.persistence.has_loaded()
     other = Engine(store)

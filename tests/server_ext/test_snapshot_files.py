@@ -57,7 +57,7 @@ def test_a_file_that_cannot_even_be_looked_for_costs_no_drafts(
 ) -> None:
     """HOME may be root's folder, as in a container. Nothing is drafted until the snapshot is loaded or given up."""
     path = tmp_path / ("x" * 300 if place == "name" else "x.snapshot")
-    if place == "home":  # as root every folder can be read
+    if place == "home":  # root can read every folder
 
         def forbidden(*_: object, **__: object) -> bool:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -112,7 +112,7 @@ def test_an_erased_session_is_in_no_file_of_another_tenant_or_engine_of_the_mode
     another_model = snapshot("2.a", 0)
     cache = make()
     keeper = keep(snapshot("1.a", 0), cache)
-    others += [path.with_name(f"{path.name}.tmp1mAN0x") for path in others]  # of engines killed while they saved
+    others += [path.with_name(f"{path.name}.tmp1mAN0x") for path in others]  # files of engines killed while they saved
     for file in (*others, another_model):
         file.write_bytes(b"text")
     converse([cache], 1)

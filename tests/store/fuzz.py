@@ -47,7 +47,7 @@ def fuzz(count: int, seed: int) -> Counter[str]:
         except (CorruptRecordError, RecordVersionError) as error:
             outcomes[type(error).__name__] += 1
             continue
-        encode(record) if not isinstance(record, TurnRecord) else record.size  # what is decoded can be used
+        encode(record) if not isinstance(record, TurnRecord) else record.size  # a decoded record can be used
         outcomes["decoded"] += 1
     return outcomes
 

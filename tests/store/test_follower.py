@@ -186,7 +186,7 @@ def test_a_log_is_followed_until_what_is_to_be_erased_again_is(process: Process)
     process.wait(erased=1)
     process.store.append(NS, [entry_of(turn("s", 5, writer=OTHER))])
     wait_until(lambda: process.refusals < 1_000_000)
-    for number in range(3):  # of at most three
+    for number in range(3):  # it follows at most three logs
         process.begin(f"log{number}", f"t{number}")
     assert process.forgotten == []
     process.refusals = 0

@@ -83,7 +83,7 @@ def test_an_erasure_that_was_refused_is_ended_when_the_right_is_there(
     while store.trim(Retention()).more:
         pass
     assert not [key for key in keys(server) if key == "s:a" or key.startswith("d")]
-    assert [entry.session for entry in store.read(NS)] == ["b", "c", "a"]  # and the tombstone
+    assert [entry.session for entry in store.read(NS)] == ["b", "c", "a"]  # the last one is the tombstone
     assert list(store.read(NS, session="a")) == [] and store.losses() == Losses()
     assert store.usage().records == 3
 
@@ -94,7 +94,7 @@ def test_the_limits_remove_no_more_than_they_should_where_a_command_is_refused(
 ) -> None:
     store.erase_session(NS, "erased")
     store.append(NS, [NewEntry(f"s{number % 4}", b"1", "g") for number in range(8)])
-    store.usage()  # so that the index knows of all
+    store.usage()  # so that the index knows all logs
     may(server, f"-{command}")
     for _ in range(3):
         with suppress(StoreUnavailableError):
