@@ -1,5 +1,5 @@
-# `make demo` runs the main job, `make test` the tests, `make test-ranks` and `make test-store` those that take long.
-# Each sets up what it needs in .venv.
+# `make demo` runs the demo, and `make test` the tests. Other test-... targets run tests that take long or need more.
+# Each target sets up what it needs in .venv.
 PYTHON ?= python3
 VENV := .venv
 TESTS ?= tests/end_to_end

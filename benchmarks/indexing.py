@@ -88,7 +88,7 @@ def replay(sessions: Sequence[Sequence[Record]], batch: int, step_seconds: float
     names = [""] * batch
     done, started = Replay(0, 0, []), 0
     while True:
-        for row in range(batch):  # the next turn, or the next session's first, where one has ended
+        for row in range(batch):  # refill an ended row: the next turn, or the next session's first
             if lengths[row] < ends[row]:
                 continue
             if names[row]:

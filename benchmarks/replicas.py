@@ -128,7 +128,7 @@ class Replica(SuffixCache):
     def _wait(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _WAIT_SECONDS
         while True:
-            finished = done()  # ask before applying, so that this applies all of it
+            finished = done()  # ask first, so that the call below applies all of it
             if not self.persistence.apply_loaded(_WAIT_SECONDS) and finished and not self.persistence.has_loaded():
                 return
             if time.monotonic() > deadline:

@@ -174,7 +174,7 @@ def _server(place: Place, options: argparse.Namespace) -> ModelServer:
     settings = {
         "max_bytes": options.max_bytes,
         "retention_bytes": options.store_bytes,
-        "verify_cost": DEFAULT_COST,  # measured, it would say how busy the machine is, and not how good the drafts are
+        "verify_cost": DEFAULT_COST,  # a measured cost would depend on how busy the machine is
     }
     return ModelServer(
         MODEL,

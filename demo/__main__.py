@@ -126,7 +126,7 @@ def _run(console: Console, plain: ModelServer, fast: ModelServer, sessions: int,
                     fast.stop()
                     _start(console, f"restarting the agentspec server in the middle of {name}", fast)
                     restarted = True
-                with fast.paused():  # both servers have the same cores
+                with fast.paused():  # the servers share the cores
                     without = one.turn()
                 with plain.paused():
                     pairs.append(Pair(without, other.turn(), after_restart=restart))

@@ -151,7 +151,7 @@ DOCUMENTS = [3, *(0, 0, 80 << 32, 0), *(0, 0, 161 << 32 | 80, 0), *(0, 0, 243 <<
     [
         [*DOCUMENTS[:-1], 1],  # more erased ones than dropped ones
         [3, *DOCUMENTS[5:9], *DOCUMENTS[1:5], *DOCUMENTS[9:]],  # not in their order
-        [3, 0, 0, 83 << 32, *DOCUMENTS[4:]],  # the first one ends in the second one, of whose end nothing is indexed
+        [3, 0, 0, 83 << 32, *DOCUMENTS[4:]],  # the first ends within the second, whose end is not indexed
         [4, *DOCUMENTS[1:13], 0, 0, 240 << 32 | 243, 0, 0, 0],  # one ends before it begins
         [*DOCUMENTS[:11], 250 << 32 | 161, *DOCUMENTS[12:]],  # the last one ends behind the text
         [2, *DOCUMENTS[1:9], 0, 0],  # the text goes on behind the last one
@@ -291,7 +291,7 @@ def test_arctics_rule_reads_nothing_in_front_of_a_text(tmp_path: Path) -> None:
         cache.finish("r")
     cache.catch_up()
     cache.save(path)
-    for low, high in ((2, 583), (3, 1387)):  # a place near the text's start among those behind 180 tokens
+    for low, high in ((2, 583), (3, 1387)):  # put a position near the text's start among those behind 180 tokens
         data = bytearray(path.read_bytes())
         leaves = leaves_of(data)
         few, many = np.argwhere(leaves == low)[0], np.argwhere(leaves == high)[0]

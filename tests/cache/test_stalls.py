@@ -172,7 +172,7 @@ def test_steps_wait_for_no_erasure_in_another_thread() -> None:
         times, _ = beside(erasing, lambda: cache.propose(["r"], 8), pause=0.001)
         return {"step": max(times) if len(times) > 5 else float("inf")}  # a busy machine may have let few steps run
 
-    assert_fast(measure, step=5 * STALL)  # 1.5 ms; where it takes the lock again at once, 20 to 400 ms
+    assert_fast(measure, step=5 * STALL)  # 1.5 ms; 20 to 400 ms if the erasure took the lock again at once
 
 
 def test_the_budget_of_a_step_is_kept_and_may_be_none() -> None:

@@ -46,7 +46,7 @@ def test_it_runs_on_a_real_server(name: str, fast: ModelServer, tmp_path: Path) 
         (tmp_path / file).write_text("def first(values):\n    return values[0]\n")
     before = fast.stats()["counters"]["finished"]
     ran = run(name, fast, tmp_path, *ARGUMENTS.get(name, ()))
-    # The toy model writes no slugify that passes its tests, which the coder reports by its status.
+    # The toy model's slugify fails its tests, which refine_loop.py reports by its exit status.
     assert ran.returncode in ({0, 1} if name == "refine_loop.py" else {0}), ran.stdout + ran.stderr
     assert EXAMPLES[name] in ran.stdout and "Traceback" not in ran.stderr
     assert fast.stats()["counters"]["finished"] >= before + 1

@@ -212,13 +212,13 @@ def test_a_node_of_a_cluster_that_is_away_holds_up_no_log_of_the_others(fault: s
             wait_until(lambda count=acknowledged: writer.stats().persisted >= count)  # type: ignore[misc]
             slowest = max(slowest, time.monotonic() - begin)
             time.sleep(0.1)  # altogether longer than the Cluster takes to notice
-        assert slowest < 15, slowest  # an attempt at the node, of which there is one a second and ever fewer
+        assert slowest < 15, slowest  # one attempt at the node; they come once a second, then more rarely
         assert writer.stats().state != "closed"
         followed: set[str] = set()
         cursors = ends | {log: "" for log in logs if log not in others}
         deadline = time.monotonic() + 180
         while followed != set(others) and time.monotonic() < deadline:
-            with suppress(StoreUnavailableError):  # it may have subscribed at the node that is away
+            with suppress(StoreUnavailableError):  # the reader may have subscribed at the node that is away
                 followed.update(reader.wait({log: at for log, at in cursors.items() if log not in followed}, 1.0))
         assert followed == set(others)
         reader.close()

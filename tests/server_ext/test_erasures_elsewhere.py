@@ -150,7 +150,7 @@ def test_a_turn_that_ends_just_before_its_session_is_erased_is_not_stored_behind
     a = start()
     meet(a)
     name, goes_on, finish = a.begin([1, 2, 3]), threading.Event(), a.cache.finish
-    a.persistence.submit(lambda store: goes_on.wait(60))  # the erasure waits behind it
+    a.persistence.submit(lambda store: goes_on.wait(60))  # the erasure waits behind this job
     a.engine.session("begin", "job", None, "erase", "s", [TENANT])
 
     def finished(request_id: str, **options: Any) -> FinishedTurn | None:
@@ -338,7 +338,7 @@ def test_a_process_that_was_frozen_drafts_nothing_of_what_was_erased_meanwhile(s
     )
     try:
         assert child.stdout is not None
-        while child.stdout.readline() != b"1\n":  # until it drafts what the other has said
+        while child.stdout.readline() != b"1\n":  # until the child drafts what this process said
             assert child.poll() is None
         os.kill(child.pid, signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)

@@ -123,7 +123,7 @@ def test_an_erasure_waits_for_a_turn_that_is_on_its_way_into_the_cache() -> None
         forgotten.set()
         return ["held"]  # the store has nothing under this tenant, but other processes may run its requests
 
-    engine.persistence.submit(lambda store: goes_on.wait(60))  # the erasure waits behind it
+    engine.persistence.submit(lambda store: goes_on.wait(60))  # the erasure waits behind this job
     erasure = engine.persistence.erase("s", [TENANT], forget)
     with engine.persistence._turns._applying:
         goes_on.set()

@@ -170,7 +170,7 @@ class TestRunner:
         for begun, count in (["new"], 3), ([], 1), ([], 0):
             output = SimpleNamespace(scheduled_new_reqs=begun, total_num_scheduled_tokens=count)
             assert runner.update_states(lambda *_: "corrections", holder, output) == "corrections"
-        assert holder.agentspec.begun_or_idle == [["new"], "idle"]  # a step in which nothing begins or ends is not told
+        assert holder.agentspec.begun_or_idle == [["new"], "idle"]  # steps without a begin or an end are not told
         assert runner.input_fits_in_drafter(pytest.fail, holder, object())
         worker = SimpleNamespace(model_runner=holder)
         assert vllm_adapter.worker_rpc(worker, "stats") == {"steps": 7}

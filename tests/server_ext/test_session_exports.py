@@ -280,7 +280,7 @@ class TestExportAndImport:
             exported.append(session_routes._export("one", "log", [payloads]))
 
         def measure() -> dict[str, float]:
-            calls, _ = beside(export, lambda: time.sleep(0.001), pause=0.0)  # behind a sleep, it waits for the lock
+            calls, _ = beside(export, lambda: time.sleep(0.001), pause=0.0)  # after a sleep it waits for the lock
             return {"longest": max(calls)}
 
         assert_fast(measure, longest=60.0)  # up to 25 ms; in one piece 200 and more

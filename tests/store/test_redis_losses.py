@@ -241,7 +241,7 @@ def test_what_two_threads_miss_at_once_is_counted_whole(monkeypatch: pytest.Monk
     def slow(losses: Losses, **changes: int) -> Losses:
         if threading.current_thread() is not other:
             other.start()
-            other.join(0.1)  # it comes in between, or waits
+            other.join(0.1)  # the other thread comes in between, or waits
         return dataclasses.replace(losses, **changes)
 
     monkeypatch.setattr("agentspec.cache.store.redis_losses.replace", slow)
