@@ -140,7 +140,7 @@ def test_a_response_without_a_name_is_not_lost_to_a_longer_session() -> None:
 
 
 def test_a_family_beyond_the_budget_of_a_session_is_restored_turn_by_turn() -> None:
-    """A family holds the end of its prompt with each response, so it can be larger than its session."""
+    """A family holds the end of the prompt with each response, so it can be larger than its session."""
     source = SuffixCache()
     context: list[int] = []
     turns = []

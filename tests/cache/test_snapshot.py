@@ -388,7 +388,7 @@ int main(int, char** arguments) {
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_a_table_that_grows_while_it_is_copied_is_copied_again(tmp_path: Path) -> None:
-    """A reranker's table is replaced when it grows. Half of each table would hold only half of the weights."""
+    """A reranker's table is replaced when it grows. A copy with half of each table would lose half of the weights."""
     source = tmp_path / "grows.cpp"
     source.write_text(GROWS_WHILE_SAVED)
     core = Path(__file__).parents[2] / "csrc"

@@ -105,7 +105,7 @@ def test_a_request_loads_what_its_scope_lets_it_draft_from_and_no_more(scope: Sc
 
 
 def test_a_log_counts_for_the_owner_of_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Followed logs are limited by owner: a caller's salts displace its own, and callers share a named tenant's log."""
+    """Only so many logs are followed: a caller's salts displace its own logs, and callers share a named tenant's."""
     engine, used = Engine(MemoryStore()), list[tuple[str, str]]()
     follower = SimpleNamespace(use=lambda log, owner: used.append((log, owner)))
     monkeypatch.setattr(engine.persistence, "_follower", follower)

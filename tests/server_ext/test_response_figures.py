@@ -28,7 +28,7 @@ ASK = {FIGURES_HEADER: "summary"}
 def add_chat(server: TestClient, engine: EngineClient, runs: bool = True, sender: Presented | None = None) -> None:
     """Let the server answer chats as vLLM does, all under one id.
 
-    runs: whether the engine has run the request. sender: whose request it is; None: the sender's.
+    runs: whether the engine has run the request. sender: whose request it is; None: the actual sender's.
     """
     app = server.app
     assert isinstance(app, FastAPI)

@@ -70,7 +70,7 @@ def test_engines_are_killed_when_the_last_one_has_saved(monkeypatch: pytest.Monk
 
 
 def test_a_server_that_ends_without_a_stop_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is killed, or cannot start its engines, does not remove it."""
+    """A server that is killed, or cannot start its engines, could not remove it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     named: list[str | None] = []
 
