@@ -52,7 +52,7 @@ def test_a_client_names_its_session(headers: dict[str, str]) -> None:
 @pytest.mark.parametrize("header", ["x-session-id", "thread-id"])
 @pytest.mark.parametrize("name", ["sesión", "à", "会话 7"])
 def test_a_name_beyond_ascii_is_that_of_a_body_and_a_path(header: str, name: str) -> None:
-    """Routes take the id from the path. If headers were read otherwise, an erasure would erase nothing, and say it did."""
+    """Routes take the id from the path. If headers were read otherwise, an erasure would erase nothing, yet succeed."""
     sent = Presented([(header.encode(), name.encode())])
     native = name.encode().decode("latin-1") if header == "x-session-id" else None  # as vLLM reads its header
     found = identify(tagger().tag({}, sent, session_id=native))

@@ -24,7 +24,7 @@ def stored(store: FlakyStore) -> list[int]:
 
 
 def refuse(store: FlakyStore, error: Exception, never: Callable[[int], bool]) -> None:
-    """Let a store raise `error` for appends with a record whose number `never` accepts."""
+    """Let a store raise `error` for appends with a record for whose number `never` returns True."""
     original = store.append
 
     def picky(namespace: str, entries: list[NewEntry]) -> None:

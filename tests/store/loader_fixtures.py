@@ -38,7 +38,7 @@ def fill(store: FlakyStore, count: int, sessions: int = 3) -> None:
 
 
 class SlowSession(FlakyStore):
-    """Fail to read one session in time."""
+    """Time out on reads of the session `broken`."""
 
     broken = "slow"
 
