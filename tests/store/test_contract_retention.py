@@ -92,7 +92,7 @@ def test_small_logs_are_trimmed_once_they_hold_what_others_do(store: Store) -> N
 
 
 def test_one_slice_leaves_a_log_half_of_the_mean_one(store: Store) -> None:
-    """Otherwise a caller with few turns would lose all of them at once, because they are the oldest."""
+    """Otherwise a small log that holds more than that would lose all turns at once, because they are the oldest."""
     store.append("idle", [NewEntry("s", b"x")] * 8)
     time.sleep(0.002)  # Redis knows milliseconds
     store.append("small", [NewEntry("s", b"x")])
