@@ -54,13 +54,19 @@ def test_records_that_a_restart_lost_are_counted_and_named(caplog: pytest.LogCap
         store.append("other", named("a", 7))
         assert store.losses() == Losses(lost=4)
         assert [entry.payload for entry in store.read(NS)] == [b"y", b"5", b"6"]
-        lines = [record.getMessage() for record in caplog.records]
-        assert any("3 records" in line and f"log {NS}" in line and "w:1, w:2, w:3" in line for line in lines)
-        assert len(lines) == 3
+        others, own, of_other_log = (record.getMessage() for record in caplog.records)
+        assert "1 records" in others and others.endswith("without names")
+        assert "3 records" in own and f"log {NS};" in own and own.endswith("are w:1, w:2, w:3")
+        assert "1 records" in of_other_log and of_other_log.endswith("are w:4")
 
 
-def test_records_that_a_server_lost_at_its_end_are_named(store: RedisStore, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("rested", [False, True])
+def test_records_that_a_server_lost_at_its_end_are_named(
+    store: RedisStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rested: bool
+) -> None:
     """After a failover to a lagging replica, the writer's key and the log end earlier."""
+    if rested:
+        monkeypatch.setattr("agentspec.cache.store.redis_losses.WRITER_SECONDS", 0.0)
     tag = store._shards(NS)[0].tag
     store.append(NS, named("a", 1))
     copies = {key: raw(store).dump(key) or b"" for key in raw(store).scan_iter("{*")}
@@ -77,6 +83,11 @@ def test_records_that_a_server_lost_at_its_end_are_named(store: RedisStore, capl
     raw(store).delete(f"{tag}w:{store._writer}")  # it expired while this writer was idle
     store.append(NS, named("a", 6))
     assert store.losses() == Losses(lost=3)
+    monkeypatch.setattr("agentspec.cache.store.redis_losses._TELL_SECONDS", 0.0)
+    raw(store).flushall()
+    store.append(NS, named("a", 7))
+    assert store.losses() == Losses(lost=6)
+    assert "are w:1, w:5, w:6;" in caplog.records[-1].getMessage()  # what was lost before is gone
 
 
 def test_all_that_a_process_wrote_to_a_log_of_others_is_counted_when_the_server_lost_it(
@@ -137,6 +148,22 @@ def test_records_that_retention_had_removed_are_not_lost(
     assert "5 records" in caplog.text and "are w:16, w:17, w:18, w:19, w:20" in caplog.text
 
 
+def test_records_that_retention_had_removed_are_not_lost_where_others_write_the_log_too(
+    store: RedisStore, server: RedisServer
+) -> None:
+    with closing(open_store(server.url)) as other:
+        store.append(NS, named("a", *range(1, 9)))
+        time.sleep(0.002)
+        store.append(NS, named("a", 9))
+        while store.trim(Retention(records=1)).more:
+            pass
+        other.append(NS, [NewEntry("b", b"x")] * 20)
+        store.append(NS, named("a", 10))
+    raw(store).flushall()
+    store.append(NS, named("a", 11))
+    assert store.losses() == Losses(lost=2)
+
+
 def test_records_of_an_erased_session_are_not_lost(store: RedisStore) -> None:
     store.append(NS, named("a", 1, 2))
     store.append(NS, named("b", *range(3, 103)))
@@ -164,6 +191,26 @@ def test_more_than_is_remembered_is_lost_by_what_the_log_held(
         other.append(NS, [NewEntry("b", b"y")])
         assert store.losses() == Losses(lost=14)  # one of these is the other writer's, which is not known
         assert other.losses() == Losses(lost=1)
+
+
+def test_what_was_lost_once_is_not_counted_with_the_next_loss(
+    store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.cache.store.redis_losses._REMEMBERED", 2)
+    store._watch = LossWatch()
+    for number in range(1, 6):
+        store.append(NS, named("a", number))
+    raw(store).flushall()
+    store.append(NS, named("a", 6))
+    assert store.losses() == Losses(lost=5)
+    with closing(open_store(server.url)) as other:
+        other.append(NS, [NewEntry("b", b"x")] * 20)
+    store.append(NS, named("a", 7))
+    raw(store).flushall()
+    for number in range(8, 12):
+        store.append(NS, named("a", number))
+    assert store.losses() == Losses(lost=7)
+    assert len(store._watch._batches) == 2
 
 
 def test_what_was_evicted_is_counted_and_what_was_erased_is_not(
@@ -194,7 +241,11 @@ def test_what_was_evicted_is_counted_and_what_was_erased_is_not(
 @pytest.mark.parametrize("change", ["trim", "erase"])
 @pytest.mark.parametrize("what", [{}, {"group": "g"}, {"session": "a"}])
 def test_what_goes_while_it_is_read_is_not_missing(
-    store: RedisStore, change: str, what: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    store: RedisStore,
+    change: str,
+    what: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Otherwise the log would say that the server evicts records, and ask for another setting."""
     store.append(NS, [NewEntry("a", b"1", "g"), NewEntry("a", b"2", "g"), NewEntry("b", b"3", "g")])
@@ -212,7 +263,7 @@ def test_what_goes_while_it_is_read_is_not_missing(
     monkeypatch.setattr(store._client, "run", between)
     assert [entry.payload for entry in store.read(NS, **what)] == ([] if "session" in what else [b"3"])
     assert store._client.run == run
-    assert store.losses() == Losses()
+    assert store.losses() == Losses() and "evicts" not in caplog.text
 
 
 def test_what_is_remembered_of_acknowledged_records_is_bounded(
@@ -224,6 +275,7 @@ def test_what_is_remembered_of_acknowledged_records_is_bounded(
     for number in range(80):
         store.append(f"{NS}.{number}", named("a", number))
     assert len(watch._acknowledged) == len(watch._batches) == 8
+    assert f"{{agentspec:{NS}.79}}:3:" in watch._acknowledged, "the oldest are forgotten first"
     assert len(store._checked) <= 8 and len(store._entered) <= 8
     monkeypatch.setattr("agentspec.cache.store.redis_store._UNSURE", 8)
     for number in range(80):
@@ -231,6 +283,16 @@ def test_what_is_remembered_of_acknowledged_records_is_bounded(
         with pytest.raises(StoreError):
             store.append(f"other.{number}", named("a", number))
     assert len(store._unsure) == 8
+
+
+def test_an_eviction_is_told_of_once_however_small(caplog: pytest.LogCaptureFixture) -> None:
+    watch = LossWatch()
+    watch.miss(0)
+    assert not caplog.records
+    for missing in (1, 2):
+        watch.miss(1)
+        assert len(caplog.records) == 1 and "noeviction" in caplog.text
+        assert watch.losses == Losses(missing=missing)
 
 
 def test_what_two_threads_miss_at_once_is_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
