@@ -1,18 +1,16 @@
 """Test ``agentspec sessions`` on a server's real routes and store: what is printed, and errors that name the remedy."""
 
 import json
-import socket
-import ssl
+import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-import uvicorn
 from fastapi.testclient import TestClient
 
 from agentspec.cache.store import LogNames, NewEntry, TurnRecord, encode, open_store
@@ -23,7 +21,6 @@ from agentspec.server_ext.persistence.model_key import find_model_key
 from tests.cli.test_cli import Program, agentspec
 from tests.server_ext.session_server import ADA, ADMIN, BOB, PROMPT, TEXT, Server, Start, start
 from tests.store.test_convert import old_file
-from tests.store.test_redis_tls import certificate
 
 __all__ = ["agentspec", "start"]
 
@@ -88,7 +85,26 @@ def test_a_list_says_that_there_are_more(sessions: Sessions, server: Server, lim
     status, printed = sessions("list", "--limit", limit)
     assert (status, "fix-42" in printed) == (0, not more)
     assert ("the 2 sessions used last; list more with --limit" in printed) == more
+    assert ("--limit" in printed) == more
     assert "--limit" not in sessions("list", "--json", "--limit", limit)[1], "another program reads it"
+
+
+def test_a_list_shows_groups_and_the_keys_of_sessions_without_a_name(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    numbers = {"tokens": 1, "turns": 1, "bytes": 1, "used": 0.0}
+    listed = [
+        {"id": None, "key": "0123abcd", "group": "issue-7", **numbers},
+        {"id": "named", "key": "4567abcd", "group": None, **numbers},
+        {"id": None, "group": None, **numbers},  # a server that shows no keys
+    ]
+    made, transport = httpx.Client, httpx.MockTransport(lambda _: httpx.Response(200, json={"sessions": listed}))
+    monkeypatch.setattr(httpx, "Client", lambda **options: made(**options, transport=transport))
+    status, printed = agentspec("sessions", "list")
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
+    assert status == 0 and [(row[0], row[-1]) for row in rows] == [("0123abcd", "issue-7"), ("named", ""), ("", "")]
+    assert "group" in printed
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -226,129 +242,6 @@ def test_errors_are_one_line_with_the_remedy(
     assert status == 2 and message in printed and "Traceback" not in printed and "hunter2" not in printed
 
 
-def test_a_server_that_does_not_answer_is_named(agentspec: Program) -> None:
-    status, printed = agentspec("sessions", "list", "--url", "http://127.0.0.1:1")
-    assert status == 2 and "http://127.0.0.1:1 does not answer" in printed
-
-
-def test_a_server_behind_a_unix_socket_is_asked(
-    agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("AGENTSPEC_API_KEY", ADA)
-    path = tmp_path / "vllm.sock"
-    served = uvicorn.Server(uvicorn.Config(server.http.app, uds=str(path), log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=served.run, daemon=True)
-    thread.start()
-    server.wait(lambda: served.started)
-    try:
-        for command in (("sessions", "list"), ("sessions", "show", "fix-42"), ("top", "--once")):
-            status, printed = agentspec(*command, "--url", f"unix://{path}")
-            assert status == 0 and "fix-42" in printed
-    finally:
-        served.should_exit = True
-        thread.join()
-    status, printed = agentspec("sessions", "list", "--url", f"unix://{path}")
-    assert status == 2 and f"unix://{path} does not answer" in printed
-
-
-@pytest.mark.parametrize("command", [("sessions", "list"), ("top", "--once")])
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://ada:hunter2@127.0.0.1:1/v1?key=hunter2",
-        "htp://ada:hunter2@localhost",
-        "http://ada:hunter2@localhost:x",
-        "http://ada:hunter2#@localhost",
-    ],
-)
-def test_a_password_in_the_address_is_not_shown(agentspec: Program, command: tuple[str, ...], url: str) -> None:
-    status, printed = agentspec(*command, "--url", url)
-    assert status == 2 and "://***@" in printed and "hunter2" not in printed
-
-
-def test_a_certificate_that_is_not_trusted_is_refused_with_the_remedy(
-    agentspec: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    certificate(tmp_path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
-    refused = "self-signed certificate"
-
-    def greet(server: socket.socket) -> None:
-        with suppress(OSError):  # the client hangs up, at once or when it expects an answer
-            context.wrap_socket(server.accept()[0], server_side=True).close()
-
-    for trusted in (False, True):
-        if trusted:
-            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            threading.Thread(target=greet, args=(server,), daemon=True).start()
-            status, printed = agentspec("sessions", "list", "--url", f"https://127.0.0.1:{server.getsockname()[1]}")
-        assert status == 2 and "does not answer" in printed
-        assert (refused in printed) == ("SSL_CERT_FILE" in printed) == (not trusted)
-
-
-@pytest.mark.parametrize(
-    ("header", "key", "message"),
-    [("X-User: jürgen", "", "does not answer"), ("X User: a", "", "--header"), ("X-User: a", "secret\n", "--header")],
-)
-def test_a_header_that_cannot_be_sent_is_named_without_the_key(
-    agentspec: Program, monkeypatch: pytest.MonkeyPatch, header: str, key: str, message: str
-) -> None:
-    monkeypatch.setenv("AGENTSPEC_API_KEY", key)
-    monkeypatch.setenv("COLUMNS", "200")
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        url = f"http://127.0.0.1:{gone.getsockname()[1]}"
-        threading.Thread(target=lambda: gone.accept()[0].close(), daemon=True).start()
-        status, printed = agentspec("sessions", "list", "--url", url, "-H", header)
-    assert status == 2 and message in printed and "secret" not in printed
-
-
-@pytest.mark.parametrize(
-    ("typed", "sent"),
-    [("X-User: \t ada \t", b"ada"), ("X-User:ada\u00a0", b"ada\xc2\xa0"), ("X-User: \u2003ada", b"\xe2\x80\x83ada")],
-)
-def test_a_header_loses_the_spaces_that_a_server_drops_and_no_others(
-    agentspec: Program, monkeypatch: pytest.MonkeyPatch, typed: str, sent: bytes
-) -> None:
-    """Otherwise two names that a gateway tells apart would be one here."""
-    made = httpx.Client
-    seen: list[bytes] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.extend(value for name, value in request.headers.raw if name.lower() == b"x-user")
-        return httpx.Response(200, json={"sessions": []})
-
-    monkeypatch.setattr(httpx, "Client", lambda **options: made(**options, transport=httpx.MockTransport(answer)))
-    assert agentspec("sessions", "list", "-H", typed)[0] == 0
-    assert seen == [sent]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        httpx.Response(302, headers={"Location": "https://login.example"}),
-        httpx.Response(200, text="<html>Sign in</html>"),
-        httpx.Response(200, json=[]),
-        httpx.Response(200, json={"status": "ok"}),
-    ],
-)
-def test_what_another_server_answers_is_no_success(
-    agentspec: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: httpx.Response
-) -> None:
-    """A gateway that wants a login redirects every request, so nothing was erased."""
-    made = httpx.Client
-    transport = httpx.MockTransport(lambda request: answer)
-    monkeypatch.setattr(httpx, "Client", lambda **options: made(**options, transport=transport))
-    file = tmp_path / "fix-42.json"
-    for command in (("list",), ("show", "s"), ("export", "s", str(file)), ("import", "s", __file__), ("delete", "s")):
-        status, printed = agentspec("sessions", *command)
-        assert status == 2 and "is this a server with agentspec?" in printed and "erased" not in printed
-    assert not file.exists()
-    status, printed = agentspec("top", "--once")
-    assert status == 2 and "is this a server with agentspec?" in printed
-
-
 def test_a_time_beyond_the_calendar_is_shown_in_seconds() -> None:
     assert shown_time(1e15) == "1000000000000000 s"
     assert shown_time(0.0).startswith("19")
@@ -357,8 +250,6 @@ def test_a_time_beyond_the_calendar_is_shown_in_seconds() -> None:
 def test_an_erasure_that_waits_for_another_process_says_so(
     sessions: Sessions, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sqlite3
-
     monkeypatch.setattr("agentspec.cli.sessions._ERASURE_SECONDS", 0.0)
     reader = sqlite3.connect(tmp_path / "log.db", isolation_level=None)
     reader.execute("BEGIN")
@@ -368,6 +259,20 @@ def test_an_erasure_that_waits_for_another_process_says_so(
     reader.execute("COMMIT")
     reader.close()
     monkeypatch.undo()
+
+
+def test_an_erasure_waits_for_another_process_and_counts_what_it_erased_before(
+    sessions: Sessions, server: Server, tmp_path: Path
+) -> None:
+    server.say(server.identity(ADA, "fix-42"))
+    reader = sqlite3.connect(tmp_path / "log.db", isolation_level=None, check_same_thread=False)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM entries").fetchone()
+    later = threading.Timer(0.5, reader.execute, ["COMMIT"])
+    later.start()
+    assert sessions("delete", "fix-42") == (0, "erased: fix-42 (2 records of it in the store)\n")
+    later.join()
+    reader.close()
 
 
 def test_an_old_store_is_converted(agentspec: Program, tmp_path: Path) -> None:
