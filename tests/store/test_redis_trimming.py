@@ -1,13 +1,16 @@
 """Test retention in Redis: what is removed and counted, and the index by which trimming finds the logs."""
 
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, Trimmed, Usage, open_store
+from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, Trimmed, Usage, open_store, redis_index
 from agentspec.cache.store.redis_index import LogIndex
 from agentspec.cache.store.redis_shard import RedisShard, ShardState
 from agentspec.errors import StoreUnavailableError
@@ -88,7 +91,7 @@ def test_the_limits_cost_what_the_logs_beyond_them_do(store: RedisStore, monkeyp
     """They do not cost what all logs do: each call looks at only one page of those again."""
     for number in range(400):
         store.append(f"{NS}.{number:03d}", [NewEntry("s", b"x")] * 2)
-    monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 1000.0)
+    monkeypatch.setattr(redis_index, "_AUDIT_SECONDS", 1000.0)
     assert calls(store, lambda: store.trim(Retention(days=1, records=800)), monkeypatch) < 2 * 130 + 10  # an audit
     assert calls(store, lambda: store.trim(Retention(days=1, records=800)), monkeypatch) < 10
     assert calls(store, lambda: store.trim(Retention(records=797)), monkeypatch) < 20
@@ -103,16 +106,16 @@ def test_so_many_small_logs_are_spared_and_no_more(store: RedisStore, monkeypatc
         store.append(f"{NS}.{number:02d}", [NewEntry("s", b"x")])
     time.sleep(0.002)
     store.append(f"{NS}.large", [NewEntry("s", b"x")] * 100)
-    monkeypatch.setattr("agentspec.cache.store.redis_index._AGE_PAGE", 16)
+    monkeypatch.setattr(redis_index, "_AGE_PAGE", 16)
     assert store.trim(Retention(records=139)).records == 1
     assert len(list(store.read(f"{NS}.large"))) == 99
-    monkeypatch.setattr("agentspec.cache.store.redis_index._MOST_SPARED", 32)
+    monkeypatch.setattr(redis_index, "_MOST_SPARED", 32)
     assert store.trim(Retention(records=138)).records == 1
     assert len(list(store.read(f"{NS}.large"))) == 99 and list(store.read(f"{NS}.00")) == []
 
 
 def test_the_index_of_logs_comes_back_after_it_was_lost(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 0.0)
+    monkeypatch.setattr(redis_index, "_AUDIT_SECONDS", 0.0)
     for number in range(200):
         store.append(f"{NS}.{number}", [NewEntry("s", b"x")] * 2)
     usage = store.usage()
@@ -142,10 +145,95 @@ def test_the_index_takes_no_older_state_unless_a_clock_was_set_back(store: Redis
     late.note("a/0", ShardState(1, 100, 1, 88, now - 3_600_000_000))
     late.flush()
     assert index.totals() == (1, 100, 1) and index.oldest(9) == [(88, "a/0")]
+    index.note("a/0", ShardState(0, 0, 0, None, now + 3))
+    assert index.oldest(9) == []
+
+
+def test_a_log_alone_and_one_of_unknown_size_may_go_whole(store: RedisStore) -> None:
+    index, now = LogIndex(store._client, "agentspec"), 1_700_000_000_000_000
+    assert index.totals() == (0, 0, 0) and index.oldest_of_larger(9) == ({}, [])
+    index.note("a/0", ShardState(5, 500, 2, 77, now))
+    assert index.oldest_of_larger(9) == ({}, [(77, "a/0")])
+    index.note("b/0", ShardState(5, 500, 2, 88, now))
+    index.note("c/0", ShardState(1, 1, 1, 99, now))
+    assert index.oldest(1) == [(77, "a/0")]
+    raw(store).hdel("{agentspec:}:sizes", "b/0")
+    assert index.oldest_of_larger(9) == ({"a/0": 250}, [(77, "a/0"), (88, "b/0")]), "half of the mean stays of a"
+    assert index.oldest_of_larger(1)[1] == [(77, "a/0")]
+
+
+def noting(index: LogIndex) -> Callable[..., None]:
+    """Return a function that notes how many records a shard has, each time a little later."""
+    times = itertools.count(1_700_000_000_000_000)
+    return lambda name, records, **new: index.note(name, ShardState(records, 1, 1, 1, next(times)), **new)
+
+
+def test_the_index_has_a_new_log_at_once_and_what_others_get_once_in_a_while(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server trims by it, and an append costs no second write."""
+    reader = LogIndex(store._client, "agentspec")
+    monkeypatch.setattr(redis_index, "_FLUSH_SECONDS", 3600.0)
+    note = noting(LogIndex(store._client, "agentspec"))
+    note("a/0", 1)
+    note("b/0", 1)
+    assert reader.totals().records == 2
+    note("a/0", 5)
+    assert reader.totals().records == 2
+    note("a/0", 6, new=True)  # the server had lost it
+    assert reader.totals().records == 7
+    monkeypatch.setattr(redis_index, "_FLUSH_SECONDS", 0.0)
+    note = noting(LogIndex(store._client, "agentspec"))
+    raw(store).flushall()
+    for records in (8, 9):
+        note("a/0", records)
+        assert reader.totals().records == records
+
+
+def test_an_index_that_is_away_is_tried_now_and_then_and_gets_all_when_it_is_back(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(redis_index, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(redis_index, "_FLUSH_SECONDS", 20.0)
+    index, reader = LogIndex(store._client, "agentspec"), LogIndex(store._client, "agentspec")
+    note, away = noting(index), Mock(side_effect=StoreUnavailableError("this node does not answer"))
+    with monkeypatch.context() as patch:
+        patch.setattr(store._client, "run", away)
+        for name in ("a/0", "b/0", "c/0", "a/0"):
+            note(name, 2)
+        assert away.call_count == 1
+        for later, tries in ((29, 1), (31, 2)):
+            now[0] = 1000.0 + later
+            note("b/0", 2)
+            assert away.call_count == tries
+    assert index.totals().records == 6
+    note("d/0", 1)
+    note("a/0", 3)
+    assert reader.totals().records == 7  # as before it was away
+
+
+def test_the_index_remembers_so_many_shards_and_no_more(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are found by an audit."""
+    monkeypatch.setattr(redis_index, "_MOST_CHANGED", 3)
+    monkeypatch.setattr(redis_index, "_FLUSH_SECONDS", 20.0)
+    index = LogIndex(store._client, "agentspec")
+    note = noting(index)
+    for number in range(10):
+        note(f"{number}/0", 1)
+        assert len(index._noted) <= 3 + 1
+    assert index.totals().records == 10
+    with monkeypatch.context() as patch:
+        patch.setattr(store._client, "run", Mock(side_effect=StoreUnavailableError("away")))
+        for number in range(20, 30):
+            note(f"{number}/0", 1)
+        note("20/0", 5)
+        assert len(index._changed) == 3
+    assert index.totals().records == 17
 
 
 def test_a_log_that_stays_empty_leaves_nothing(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 0.0)
+    monkeypatch.setattr(redis_index, "_AUDIT_SECONDS", 0.0)
     store.append("kept", [NewEntry("s", b"x")])
     for number in range(30):
         store.append(f"{NS}.{number}", [NewEntry("s", b"x", name=f"w:{number}")])
