@@ -111,6 +111,20 @@ class TestErasure:
         server.say(ada)
         assert server.draws_on(ada)
 
+    def test_an_erasure_by_another_process_reaches_the_step_record_and_running_requests(
+        self, start: Start, tmp_path: Path
+    ) -> None:
+        record = tmp_path / "steps.jsonl"
+        server = start(ADA, engines=1, record=record)
+        ada, engine = server.identity(ADA, "one"), server.engines[0]
+        server.say(ada)
+        server.start("running", ada, [9], TEXT)
+        server.wait(lambda: str(ada.session) in record.read_text())
+        engine._sessions.erased_elsewhere(ada.tenant, str(ada.session))
+        server.wait(lambda: str(ada.session) not in record.read_text())
+        (running,) = [state for state in engine._sessions._states() if state.request_id == "running"]
+        assert (running.identity.session, running.identity.session_name) == (None, None)
+
     def test_a_guessed_name_of_anothers_session_erases_nothing(self, start: Start) -> None:
         server = start(ADA, BOB)
         server.say(server.identity(ADA, "one"))

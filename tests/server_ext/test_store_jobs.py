@@ -214,6 +214,25 @@ def test_answers_that_one_caller_does_not_fetch_leave_room_for_others(store: Fla
     persistence.close()
 
 
+def test_answers_that_nobody_fetches_are_bounded_for_all_callers_together(
+    store: FlakyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_admin, "_MOST_JOBS", 3)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
+    admin = SessionAdmin(persistence, lambda: ())
+    for caller in ("a", "b", "c"):
+        assert admin.begin(caller, caller, "tenants", "s") == {}
+        wait_until(lambda: persistence.stats()["jobs"] == 0)
+    refused = admin.begin("d", "d", "tenants", "s")
+    assert refused["error"] == "unavailable" and refused["message"].startswith("3 questions")
+    assert admin.poll("a") == {"value": [], "more": False}
+    assert admin.begin("d", "d", "tenants", "s") == {}
+    assert "error" in admin.begin("e", "e", "tenants", "s")
+    monkeypatch.setattr(session_admin, "_ABANDONED_SECONDS", -1.0)  # all who asked are gone
+    assert admin.begin("e", "e", "tenants", "s") == {}
+    persistence.close()
+
+
 def test_a_question_that_the_end_cancels_is_answered(store: FlakyStore) -> None:
     persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     admin, release = SessionAdmin(persistence, lambda: ()), gate(persistence)
