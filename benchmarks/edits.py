@@ -6,9 +6,9 @@ A call's prompt is a file before a commit, and the commit's subject. The file is
 in front of each line (numbered), or as a string in the JSON of a tool's result (result). With `--others` that many
 other files follow it, in the same form. The response is the edit: the arguments of `str_replace` calls as JSON (json),
 the same between tags (tags), a unified diff (diff), the JSON of an `apply_patch` call (patch), or the whole file
-(whole). A session is a file. Each is replayed with agentspec's defaults, at a given price, with and without what the
-server adds (`quote_tokens`). `--traces` writes the calls for `drafting.py --limits defaults`, which counts the other
-drafters.
+(whole). A session is a file. Each session is replayed with agentspec's defaults, at a given price, with and without the
+quotes that the server adds (`quote_tokens`). `--traces` writes the calls for `drafting.py --limits defaults`, which
+replays them with the other drafters.
 """
 
 import argparse

@@ -13,11 +13,11 @@ fresh        first answers to tasks, every one in a session that sees no other: 
 mixed        three turns of a session, then a first answer of another, and so on
 
 A drafter of vLLM's (eagle3, draft_model) runs alone, in vLLM without agentspec; with `+trees` beside agentspec; and
-with `+threshold` under TensorRT-LLM's rule (`fusion_rules`). With prices, agentspec decides by them, and what counts is
-tokens a unit of work. A unit is a decode step without drafts. So the result does not depend on the machine.
+with `+threshold` under TensorRT-LLM's rule (`fusion_rules`). With prices, agentspec decides by them, and the result is
+in tokens a unit of work, where a unit is a decode step without drafts. So it does not depend on the machine.
 
 A pass of a drafter costs a large share of a step of the demo's four layers. `--layers 32` adds layers to the target
-that change nothing and cost what the others cost.
+that do not change its text, and cost as much as its own.
 """
 
 import argparse

@@ -10,9 +10,10 @@ faster for as long as it lives, so more rounds don't help: a launch starts new e
 ratio is the median over its rounds of the ratio of medians. The result is the geometric mean of the launches, with its
 standard error.
 
-What is added is a time and not a share, so it is also given in milliseconds, with its parts. A fourth engine, whose
-methods are timed, gives those: the native call; the rest of agentspec's drafting, which is Python; and vLLM's question
-to the worker for drafts. What is left of the time added is vLLM's own handling of a speculative configuration.
+The extension adds a time, not a share of a step, so the result is also given in milliseconds, with its parts. A fourth
+engine, whose methods are timed, gives the parts: the native call; the rest of agentspec's drafting, which is Python;
+and vLLM's question to the worker for drafts. The rest of the added time is vLLM's own handling of a speculative
+configuration.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python benchmarks/soak.py --minutes 60 [--save]
     python benchmarks/soak.py --minutes 10 --max-bytes 1000000 --store-bytes 1000000   # reaches the limits as well
 
-The server has the demo's model, a small memory budget and a store with small limits; traffic is many times either. Half
-of the time the store is Redis, which is killed and restarted, half of the time an SQLite file, which another process
-locks. Traffic: agents in sessions of their own, callers that send a new session id with every request, one that sends
-the same id for ever, long prompts, requests that are aborted, sessions that are erased.
+The server has the demo's model, a small memory budget and a store with small limits. The traffic is many times both
+limits. For half of the time the store is Redis, which is killed and restarted; for the other half it is an SQLite file,
+which another process locks. The traffic: agents in sessions of their own, callers that send a new session id with every
+request, a caller that sends the same id for ever, long prompts, requests that are aborted, sessions that are erased.
 
 The exit status is 1 if a check fails.
 """
@@ -318,7 +318,7 @@ def checks(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
         _at_most("failed requests", len(run.said.errors), 0),
         _at_most("errors of the extension", errors, 0),
         (
-            "drafts at the end over those at the start",
+            "drafts in the last quarter over those in the second",
             drift,
             f"at least {LEAST_DRIFT:g}; by chance as low {chance:.2%}",
             drift >= LEAST_DRIFT or chance >= LEAST_CHANCE,

@@ -2,19 +2,19 @@
 
     python benchmarks/store.py --traces DIR [--replicas 2,4,8] [--seconds 20] [--json | --save]
 
-A row is {figure, value, target, met}; the text of a figure says its unit and for how many replicas it is. Replicas and
-the Redis server share this machine's cores, so figures in wall time fall with their number where there are fewer cores
-than processes. Those in CPU time don't: they say what one core does.
+A row is {figure, value, target, met}; the text of a figure gives its unit and the number of replicas. Replicas and the
+Redis server share this machine's cores, so with fewer cores than processes, figures in wall time get worse with more
+replicas. Figures in CPU time don't: they say what one core does.
 
 - written: all replicas save turns as fast as the store takes them.
-- restored: a replica that nobody asks anything loads a tenant's log and indexes it; then one that serves loads a large
-  session, and no step may notice.
-- delay: a replica finishes a turn of new text; another, which asks for a draft every 10 ms, gets one of that text.
+- restored: an idle replica loads a tenant's log and indexes it; then a serving replica loads a large session, and no
+  step may notice.
+- delay: a replica finishes a turn of new text; another, which asks for a draft every 10 ms, gets a draft of that text.
 - decode path: all replicas serve in real time, 8 rows a step of 10 ms. In each process an engine on the shared store
-  and one on a store of its own in memory take turns. The share is the CPU time that a step of the first takes beyond
-  the second's, of 10 ms. For half of the time the second engine has a copy of the first's suffix cache, so the share is
-  persistence and following alone. For the other half it has what it said itself, so the first one's drafts from the
-  text of all replicas are part of the share.
+  and an engine on a store of its own in memory take turns. The share is the CPU time that a step of the first engine
+  takes beyond a step of the second, over 10 ms. For half of the time the second engine has a copy of the first's suffix
+  cache, so the share is persistence and following alone. For the other half it has only the text of its own requests,
+  so the share includes drafting from the text of all replicas.
 - bytes a token: memory of Redis after recorded sessions were served, over the tokens in their records.
 """
 

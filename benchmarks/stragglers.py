@@ -1,13 +1,14 @@
-"""Count whether rows with much left to say should be drafted for more, in batches that drain. No engine.
+"""Compute whether rows with many tokens left should get longer drafts, in batches that drain. Runs no engine.
 
     python benchmarks/stragglers.py --traces DIR [--batch 8 32 64] [--problems 48] [--json]
 
-All samples of a batch start at once, nobody waits for their place, and the batch ends with its longest. A step takes
+All samples of a batch start at once, none waits for a slot, and the batch ends with its longest sample. A step takes
 FIXED + rows + draft tokens, in units of a token. `agentspec serve` has one price for all rows, 1 / (1 + FIXED / rows):
-the fewer rows are alive, the cheaper a draft. A rule for stragglers has a price for each row, 1 / (1 + FIXED * share),
-where share is its part of the tokens that are left, each row's to the power of --sharp. `exact` knows how many are
-left; `past` expects what was left, at this length, of the group's finished samples. Each problem has 8 samples in
-either of two epochs. Output is a list of {figure, value, target, met}: the time of a rule over that of the one price.
+the fewer rows are alive, the cheaper is a draft token. A rule for stragglers has a price for each row,
+1 / (1 + FIXED * share). share is the row's part of the tokens that all rows have left, where each row's number of
+tokens is raised to the power of --sharp. `exact` knows how many tokens a row has left. `past` expects as many as the
+group's finished samples had left at this length. Each problem has 8 samples in each of two epochs. Output is a list of
+{figure, value, target, met}: the time of a rule over the time of the one price.
 """
 
 import argparse
