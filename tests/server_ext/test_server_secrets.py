@@ -128,11 +128,12 @@ def test_an_engine_that_starts_says_so(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     settings = Settings(store=f"sqlite:///{tmp_path}/store.db")
 
-    def start(secret: str) -> int:
+    def starts_with_a_warning(secret: str) -> bool:
         monkeypatch.setenv("AGENTSPEC_SECRET", secret)
         engine = build_engine(config, settings, max_draft=16, limits=EngineLimits())
         wait_until(lambda: engine.stats()["store"]["jobs"] == 0)
         engine.close()
-        return sum("had another secret" in line for line in caplog.messages)
+        return any("had another secret" in line for line in caplog.messages)
 
-    assert [start("0123456789abcdef"), start("fedcba9876543210")] == [0, 1]
+    assert not starts_with_a_warning("0123456789abcdef")
+    assert starts_with_a_warning("fedcba9876543210")
