@@ -165,21 +165,7 @@ class StepReader:
         """Read a batch whose rows may have changed since the last step. new: vLLM's NewRequestData."""
         batch = runner.input_batch
         ids = batch.req_ids[: len(sampled)]
-        known, self._limits = self._limits, {}
-        for request in new:  # also one whose prompt has grown by streamed input
-            known.pop(request.req_id, None)
-        fresh, picked, of_rows = [], [], []
-        for row, request_id in enumerate(ids):
-            if sampled[row]:
-                if request_id in known:
-                    limits = known[request_id]
-                else:
-                    limits = self._limits_of(runner.requests[request_id])
-                    fresh.append(row)
-                self._limits[request_id] = limits
-                if limits is not None:
-                    picked.append(row)
-                    of_rows.append(limits)
+        picked, limits, fresh = self._pick_rows(runner, new, sampled, ids)
         whole = len(picked) == len(batch.req_ids)
         zeros = np.zeros(len(picked), dtype=np.int32)
         rows = np.array(picked, dtype=np.int32)
@@ -201,11 +187,36 @@ class StepReader:
             blank=blank,
             whole=whole,
             step=step,
-            no_room_at=np.array([limits.no_room_at for limits in of_rows], dtype=np.int32),
+            no_room_at=np.array([of_row.no_room_at for of_row in limits], dtype=np.int32),
             zeros=zeros,
-            longest_drafts=self._longest_drafts(of_rows),
+            longest_drafts=self._longest_drafts(limits),
             max_draft_tokens=np.empty(len(picked), dtype=np.int32),
         )
+
+    def _pick_rows(
+        self, runner: Any, new: Sequence[Any], sampled: Sequence[Sequence[int]], ids: Sequence[str]
+    ) -> tuple[list[int], list[_RequestLimits], list[int]]:
+        """Return the rows that may have drafts, the limits of each, and the rows new since the last step.
+
+        new: vLLM's NewRequestData. ids: of the rows.
+        """
+        known, self._limits = self._limits, {}
+        for request in new:  # also one whose prompt has grown by streamed input
+            known.pop(request.req_id, None)
+        picked, limits_of_picked, fresh = [], [], []
+        for row, request_id in enumerate(ids):
+            if not sampled[row]:
+                continue
+            if request_id in known:
+                limits = known[request_id]
+            else:
+                limits = self._limits_of(runner.requests[request_id])
+                fresh.append(row)
+            self._limits[request_id] = limits
+            if limits is not None:
+                picked.append(row)
+                limits_of_picked.append(limits)
+        return picked, limits_of_picked, fresh
 
     def _new(self, runner: Any, tokens: Int32, request_id: str, row: int) -> NewRequest | None:
         """Return a request for the engine; None if the engine knows it, or its prompt has no tokens to match."""
