@@ -24,12 +24,12 @@ def test_the_hybrid_is_set_against_the_best_single_method() -> None:
         "suffix": measured([2.0, 2.0, 2.0], steps=40),
         "speculator": measured([2.5, 2.5, 2.5]),
         "hybrid": measured([1.0, 1.0, 1.0], steps=20),
-        "hybrid, not judging": measured([1.5, 1.0, 0.8], steps=25),
+        "hybrid, not scoring": measured([1.5, 1.0, 0.8], steps=25),
     }
-    best, judging = hybrid.compare("mixed", methods)
+    best, scoring = hybrid.compare("mixed", methods)
     assert (best["against"], best["ratio"], best["steps_ratio"], best["noise"]) == ("suffix", 2.0, 2.0, 0.0)
-    assert judging["ratio"] == pytest.approx(1.1)
-    assert judging["noise"] > 0.1
+    assert scoring["ratio"] == pytest.approx(1.1)
+    assert scoring["noise"] > 0.1
 
 
 def test_a_drafter_beside_the_suffix_indexes_is_set_against_its_better_part_and_the_threshold() -> None:
