@@ -106,7 +106,7 @@ SnapshotWriter::~SnapshotWriter() {
 }
 
 void SnapshotWriter::fail(const char* what) const {
-  throw std::runtime_error(path_ + ": the snapshot " + what + ": " + std::strerror(errno));
+  throw std::runtime_error(std::string("it ") + what + ": " + std::strerror(errno));
 }
 
 void SnapshotWriter::put(const void* data, std::size_t bytes) {
@@ -148,19 +148,19 @@ void SnapshotWriter::commit() {
   std::fclose(std::exchange(file_, nullptr));
 }
 
-SnapshotReader::SnapshotReader(std::string path) : path_(std::move(path)), cursor_(sizeof(Header)) {
-  file_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+SnapshotReader::SnapshotReader(const std::string& path) : cursor_(sizeof(Header)) {
+  file_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   struct stat status {};
-  if (file_ < 0 || fstat(file_, &status) != 0) fail(std::string("cannot be opened: ") + std::strerror(errno));
+  if (file_ < 0 || fstat(file_, &status) != 0) fail(std::string("it cannot be opened: ") + std::strerror(errno));
   try {
     size_ = static_cast<std::size_t>(status.st_size);
-    if (size_ < sizeof(Header)) fail("is not a snapshot (shorter than a header)");
+    if (size_ < sizeof(Header)) fail("it is not a snapshot (shorter than a header)");
     int flags = MAP_PRIVATE;
 #if defined(MAP_POPULATE)
     flags |= MAP_POPULATE;  // all of it is read for the checksum
 #endif
     void* const data = mmap(nullptr, size_, PROT_READ, flags, file_, 0);
-    if (data == MAP_FAILED) fail(std::string("cannot be mapped: ") + std::strerror(errno));
+    if (data == MAP_FAILED) fail(std::string("it cannot be mapped: ") + std::strerror(errno));
     data_ = static_cast<const char*>(data);
     verify();
   } catch (...) {
@@ -176,7 +176,7 @@ void SnapshotReader::close_file() {
   close(file_);
 }
 
-void SnapshotReader::fail(const std::string& what) const { throw std::runtime_error(path_ + ": " + what); }
+void SnapshotReader::fail(const std::string& what) const { throw std::runtime_error(what); }
 
 void SnapshotReader::damaged(const std::string& what) const { fail("damaged snapshot: " + what); }
 
@@ -184,7 +184,7 @@ void SnapshotReader::verify() const {
   const Header expected;
   Header header;
   std::memcpy(&header, data_, sizeof header);
-  if (header.magic != expected.magic) fail("is not a snapshot");
+  if (header.magic != expected.magic) fail("it is not a snapshot");
   if (header.byte_order != expected.byte_order) fail("snapshot of a machine with another byte order");
   if (header.version != expected.version) {
     fail("snapshot of version " + std::to_string(header.version) + "; this build reads version " +

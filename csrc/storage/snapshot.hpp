@@ -23,7 +23,7 @@ namespace agentspec {
 // the others. A checksum covers all of it. Readers also check that the values make sense.
 //
 // SnapshotWriter and SnapshotReader have the same functions, so that one function of a class, `describe(archive)`, both
-// saves and loads it. They throw std::runtime_error that says which file and what is wrong with it.
+// saves and loads it. They throw std::runtime_error that says what is wrong with the file; the caller names it.
 
 // Computes a 64-bit checksum over whole 8-byte words, in four independent lanes.
 class Checksum {
@@ -146,7 +146,7 @@ class SnapshotReader {
  public:
   static constexpr bool kLoading = true;
 
-  explicit SnapshotReader(std::string path);
+  explicit SnapshotReader(const std::string& path);
   ~SnapshotReader();
   SnapshotReader(const SnapshotReader&) = delete;
   SnapshotReader& operator=(const SnapshotReader&) = delete;
@@ -203,7 +203,6 @@ class SnapshotReader {
   void close_file();
   [[noreturn]] void fail(const std::string& what) const;
 
-  std::string path_;
   int file_ = -1;
   const char* data_ = nullptr;
   std::size_t size_ = 0, cursor_ = 0;

@@ -51,6 +51,20 @@ def test_what_does_not_fit_is_ignored_and_said(tmp_path: Path, caplog: pytest.Lo
     assert "truncated" in caplog.text and damaged.stats().tokens == 0
 
 
+@pytest.mark.parametrize("place", ["a folder", "no room for its name"])
+def test_a_snapshot_that_fails_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str) -> None:
+    path, cache = tmp_path / ("x" * 250 if place == "no room for its name" else "x.snapshot"), make()
+    if place == "a folder":
+        path.mkdir()
+    keeper = keep(path, cache)
+    converse([cache], 1)
+    assert not keeper.save()
+    keeper.close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("cannot save the snapshot: it cannot be" in message for message in messages)
+    assert [message.count(str(path)) for message in messages] == [1] * len(messages)
+
+
 @pytest.mark.parametrize("place", ["home", "name"])
 def test_a_file_that_cannot_even_be_looked_for_costs_no_drafts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, place: str
