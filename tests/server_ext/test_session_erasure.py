@@ -156,6 +156,18 @@ class TestErasure:
         persistence = server.engines[0]._persistence
         assert with_adapter.session in persistence._store.tombstones(persistence.logs.of(with_adapter.tenant))
 
+    def test_the_logs_of_other_tenants_are_told_nothing_of_it(self, start: Start) -> None:
+        """Otherwise each erasure would write into the log of every tenant that the server knows."""
+        server = start(ADA, BOB, engines=1)
+        ada, bob = server.identity(ADA, "one"), server.identity(BOB, "one")
+        server.say(ada)
+        server.say(bob)
+        persistence = server.engines[0]._persistence
+        assert {ada.tenant, bob.tenant} <= set(persistence.cache.tenants()) and ada.tenant != bob.tenant
+        assert server.erase(ADA, "one").status_code == 200
+        assert set(persistence._store.tombstones(persistence.logs.of(ada.tenant))) == {ada.session}
+        assert not persistence._store.tombstones(persistence.logs.of(bob.tenant))
+
     def test_other_processes_hear_of_it_under_an_adapter_with_which_a_request_runs(self, start: Start) -> None:
         """Neither cache nor store holds the request's text yet. Another server may have begun such requests, too."""
         server = start(ADA, engines=1)

@@ -88,6 +88,28 @@ def test_a_page_does_not_end_between_sessions_of_one_moment(start: Start, monkey
     assert [session["id"] for session in behind["sessions"]] == ["first"] and behind["next"] is None
 
 
+@pytest.mark.parametrize("adapter_last", [False, True])
+def test_a_session_in_several_logs_counts_as_used_when_its_newest_turn_was_said(
+    start: Start, adapter_last: bool
+) -> None:
+    """Turns under an adapter are in a log of their own. Otherwise such a session would be on a wrong page."""
+    server = start(ADA, engines=1)
+    plain, adapted = server.identity(ADA, "one"), server.identity(ADA, "one", adapter="tuned@/adapters/tuned")
+    first, last = (plain, adapted) if adapter_last else (adapted, plain)
+    server.say(first)
+    server.say(server.identity(ADA, "between"))
+    server.say(last)
+    store = server.engines[0]._persistence._store
+    usages = [usage for log in store.namespaces() for usage in store.sessions(log) if usage.session == plain.session]
+    assert len(usages) == 2
+    one, between = server.call(ADA, "GET").json()["sessions"]
+    assert (one["id"], between["id"]) == ("one", "between")
+    assert one["used"] == max(usage.used for usage in usages) > between["used"]
+    assert one["bytes"] == sum(usage.bytes for usage in usages) and one["turns"] == 2
+    behind = server.call(ADA, "GET", params={"before": one["used"]}).json()["sessions"]
+    assert [session["id"] for session in behind] == ["between"]
+
+
 @pytest.mark.parametrize("before", ["x", "nan", "inf", ""])
 def test_a_time_that_is_none_is_refused(start: Start, before: str) -> None:
     answer = start(ADA, engines=1).call(ADA, "GET", params={"before": before})
