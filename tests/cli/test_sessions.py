@@ -129,6 +129,17 @@ def test_a_session_is_reached_whatever_its_id(sessions: Sessions, server: Server
     assert [session["id"] for session in json.loads(sessions("list", "--json")[1])["sessions"]] == ["fix-42"]
 
 
+def test_a_shown_session_has_a_row_for_each_turn(sessions: Sessions, server: Server) -> None:
+    server.say(server.identity(ADA, "fix-42"), [7, 8], [*PROMPT, *TEXT, 6])
+    created = [turn["created"] for turn in server.call(ADA, "GET", "fix-42").json()["turns"]]
+    printed = sessions("show", "fix-42")[1]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["1", shown_time(created[0]), "0", str(len(PROMPT)), str(len(TEXT))],
+        ["2", shown_time(created[1]), str(len(PROMPT) + len(TEXT)), "1", "2"],
+    ]
+
+
 def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_path: Path) -> None:
     file = tmp_path / "fix-42.json"
     assert f"{len(TEXT)}" in sessions("show", "fix-42")[1]
@@ -281,13 +292,19 @@ def test_an_old_store_is_converted(agentspec: Program, tmp_path: Path) -> None:
     status, printed = agentspec("sessions", "convert", f"sqlite:///{file}")
     assert status == 0 and "converted: " in printed and "2 damaged" in printed and "old.db" in printed
     assert "run it again with --model" in printed
+    assert f"the old data are still in {file}.schema-1; delete it" in " ".join(printed.split())
+    assert "left out: 1 of callers with API keys" in printed
     again, printed = agentspec("sessions", "convert", f"sqlite:///{file}")
     assert again == 2 and "Traceback" not in printed
     status, printed = agentspec("sessions", "convert", f"sqlite:///{file}", "--model", "demo/model")
     assert status == 2 and "name them as the server did" in printed  # the log is another model's
 
 
-def test_a_servers_turns_are_moved_to_their_tenants_logs(agentspec: Program, tmp_path: Path) -> None:
+@pytest.mark.parametrize("secret", [None, "the servers' secret"])
+def test_a_servers_turns_are_moved_to_their_tenants_logs(
+    agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str | None
+) -> None:
+    """A server with a secret looks for its logs under names made with that one alone."""
     url = f"sqlite:///{tmp_path / 'old.db'}"
     with closing(open_store(url)) as store:
         record = TurnRecord(
@@ -300,8 +317,10 @@ def test_a_servers_turns_are_moved_to_their_tenants_logs(agentspec: Program, tmp
             tenant="acme",
         )
         store.append(old_log_name("demo/model", None, None, "acme"), [NewEntry("s", encode(record))])
-        logs = LogNames(find_model_key("demo/model"), store.secret().hex().encode())
-    status, printed = agentspec("sessions", "convert", url, "--model", "demo/model", "--tenant", "acme")
+        logs = LogNames(find_model_key("demo/model"), (secret or store.secret().hex()).encode())
+    monkeypatch.setenv("AGENTSPEC_SECRET", secret or "")
+    monkeypatch.setenv("AGENTSPEC_STORE", url)
+    status, printed = agentspec("sessions", "convert", "--model", "demo/model", "--tenant", "acme")
     assert status == 0 and "moved: 1 turns" in printed
     with closing(open_store(url)) as store:
         assert store.namespaces() == [logs.of("acme")]
