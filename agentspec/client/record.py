@@ -38,6 +38,7 @@ class ReplyRecord:
         except OSError as error:
             raise ConfigurationError(f"record {path}: cannot be written: {error.strerror}; name another file") from None
         self._lock = threading.Lock()
+        self._cut = False  # whether the file may end within a line, because a write failed
 
     def add(self, reply: Reply[Any], parent: str | None, seconds: float) -> None:
         """Write one reply. seconds: from the request to the reply's end. Logs errors, and never raises."""
@@ -61,13 +62,19 @@ class ReplyRecord:
                 "detail": figures.detail,
             }
         try:
+            text = json.dumps(line, ensure_ascii=False, separators=(",", ":"))
             with self._lock:
-                self._file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+                begin, self._cut = "\n" if self._cut else "", True
+                self._file.write(f"{begin}{text}\n")
                 self._file.flush()
+                self._cut = False
         except (OSError, ValueError) as error:
             logger.warning("agentspec: a reply cannot be recorded: %s", error)
 
     def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._file.close()
+        """Close the file. Logs errors, and never raises."""
+        try:
+            with self._lock:
+                self._file.close()
+        except OSError as error:  # what could not be written before is written now, or fails again
+            logger.warning("agentspec: the end of the record cannot be written: %s", error)

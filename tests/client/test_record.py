@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentspec import AgentClient, AsyncAgentClient, ConfigurationError, DecodeStep, DraftedToken
+from agentspec.report.records import read_run
 
 from .fake_server import FakeServer
 from .test_speculation import COUNTS
@@ -118,3 +120,29 @@ def test_a_record_has_the_name_of_a_file(server: FakeServer) -> None:
     for name in ("", "a\0b"):
         with pytest.raises(ConfigurationError, match="record: the name of a file is needed"):
             AgentClient(base_url=server.url, model="small", store=None, record=name)
+
+
+def test_a_full_disk_takes_no_reply_but_those_that_did_not_fit(server: FakeServer, tmp_path: Path) -> None:
+    path = tmp_path / "replies.jsonl"
+    with AgentClient(base_url=server.url, model="small", store=None, record=path) as client:
+        client.chat("one")
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, before[1]))
+        try:
+            server.answers = [{"content": "long " * 10_000}]  # more than Python's buffer, so its beginning is written
+            client.chat("two")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        client.chat("three")
+        client.chat("four")
+    (session,) = read_run(path).sessions
+    assert [turn.text for turn in session.turns] == ["answer 1", "answer 3", "answer 4"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
+def test_a_client_closes_though_its_record_cannot_be_written(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with AgentClient(base_url=server.url, model="small", store=None, record="/dev/full") as client:
+        assert client.chat("one").text == "answer 1"
+    assert "the end of the record cannot be written" in caplog.text
