@@ -15,6 +15,7 @@ import openai
 
 from agentspec.addresses import without_secrets
 from agentspec.client.option_checks import check_header_value, check_headers, check_mapping, check_retries
+from agentspec.client.session_naming import spelled_here
 from agentspec.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -55,7 +56,10 @@ def connect(make: Callable[..., T], base_url: str | None, api_key: str | None, o
     check_retries(options.get("max_retries"))
     for name in ("default_headers", "default_query"):
         check_mapping(name, options.get(name))
-    check_headers("default_headers", options.get("default_headers") or {})
+    headers: Mapping[Any, str] = options.get("default_headers") or {}
+    check_headers("default_headers", headers)
+    if headers:
+        options = {**options, "default_headers": spelled_here(headers)}
     address, name = _given("base_url", base_url, "OPENAI_BASE_URL")
     if address is not None:
         check_address(name, address)

@@ -17,7 +17,7 @@ from agentspec.client.messages import Content, as_messages, shown
 from agentspec.client.option_checks import check_headers, check_mapping, check_retries, check_timeout
 from agentspec.client.predictions import as_prediction, check_predict, likely_answer, openai_refuses
 from agentspec.client.reply import ParsedT, Reply
-from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags
+from agentspec.client.session_naming import EXTENSION, FIGURES_HEADER, NAMINGS, SessionTags, spelled_here
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.identifiers import to_header, to_path
 
@@ -27,8 +27,6 @@ Speculating: TypeAlias = bool | Literal["summary", "detailed"]
 ResponseFormat: TypeAlias = type[ParsedT] | Mapping[str, object] | None
 """Type of `response_format`: a pydantic model, the API's own format, or None."""
 
-FIGURES_HEADER = "X-Agentspec-Figures"
-"""Header that asks the extension for figures in its response: summary or detailed."""
 SALT_HEADER = "X-Cache-Salt"
 """Header that gives a session's cache salt to the extension."""
 PROBE_PATH = "/agentspec"
@@ -228,6 +226,8 @@ class RequestBuilder:
         """
         call.begin = time.monotonic()
         request: dict[str, Any] = {"model": self.model, **call.options, "messages": list(messages)}
+        if call.options.get("extra_headers"):
+            request["extra_headers"] = spelled_here(call.options["extra_headers"])
         if call.response_format is not None:
             parsed_here = call.answer_class is not None and call.model_class is None
             format_ = json_schema_format(call.answer_class) if parsed_here else call.response_format

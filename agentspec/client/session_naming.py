@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -64,5 +65,25 @@ NAMINGS: dict[str, SessionNaming] = {
 }
 """Namings by the client's option `session_tags`. Another server needs a line here and in SessionTags."""
 
+FIGURES_HEADER = "X-Agentspec-Figures"
+"""Header that asks the extension for figures in its response: summary or detailed."""
+
 EXTENSION = SessionNaming("X-Session-ID", "X-Parent-Session-ID", body="session_id", xargs=True, predictions=True)
 """Naming of "auto" once the server is known to have the extension. The body has the ids unencoded, and the group."""
+
+_SPELLINGS = {
+    name.lower(): name
+    for name in (
+        FIGURES_HEADER,
+        *(name for naming in NAMINGS.values() for name in (naming.header, naming.parent_header)),
+    )
+    if name is not None
+}
+
+
+def spelled_here(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a caller's headers, with those that name a session or ask for figures spelled as this client does.
+
+    HTTP ignores the case of names, but older OpenAI clients (2.25) send both spellings, each with its own value.
+    """
+    return {_SPELLINGS.get(name.lower(), name): value for name, value in headers.items()}

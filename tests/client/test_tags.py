@@ -8,6 +8,10 @@ from urllib.parse import unquote
 import pytest
 
 from agentspec import AgentClient, ConfigurationError, InvalidInputError, InvalidSessionError
+from agentspec.client.connection import connect
+from agentspec.client.conversation import Conversation
+from agentspec.client.request import Call, RequestBuilder
+from agentspec.client.session_log import SessionLog
 from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags
 from agentspec.identifiers import from_header, to_header
 
@@ -113,6 +117,18 @@ def test_the_callers_own_extras_stay(server: FakeServer) -> None:
     assert chat.headers["x-session-id"] == "s"
     assert chat.body["vllm_xargs"] == {"depth": 3, "session_id": "s"}
     assert chat.body["model"] == "other"
+
+
+def test_a_header_is_sent_once_however_the_caller_spells_it() -> None:
+    """Older OpenAI clients (2.25) send each spelling, and servers then read one or the other."""
+    theirs = {"x-session-id": "mine", "x-agentspec-figures": "detailed", "x-trace": "7"}
+    ours = {"X-Session-ID": "mine", "X-Agentspec-Figures": "detailed", "x-trace": "7"}
+    builder = RequestBuilder("small", "auto", True)
+    builder.learn({"agentspec": "0.1.0"})
+    call = Call(Conversation("s", SessionLog(), new=True), "hello", None, {"extra_headers": theirs})
+    assert builder.build(call, [])["extra_headers"] == ours
+    options: dict[str, Any] = connect(dict, "http://localhost:8000/v1", None, {"default_headers": theirs})
+    assert options["default_headers"] == ours
 
 
 def test_an_id_that_no_header_can_carry_arrives_whole_in_the_body(server: FakeServer) -> None:
