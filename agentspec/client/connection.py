@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 from urllib.parse import urlsplit
 
 import openai
@@ -17,6 +17,9 @@ from agentspec.addresses import without_secrets
 from agentspec.client.option_checks import check_header_value, check_headers, check_mapping, check_retries
 from agentspec.client.session_naming import spelled_here
 from agentspec.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import httpx
 
 T = TypeVar("T")
 
@@ -29,7 +32,7 @@ class ConnectionOptions(TypedDict, total=False):
 
     organization: str | None
     project: str | None
-    timeout: float | openai.Timeout | None
+    timeout: float | openai.Timeout | httpx.Timeout | None
     max_retries: int
     default_headers: Mapping[str, str] | None
     default_query: Mapping[str, object] | None
@@ -38,13 +41,13 @@ class ConnectionOptions(TypedDict, total=False):
 class ClientOptions(ConnectionOptions, total=False):
     """List the options of AgentClient."""
 
-    http_client: openai.DefaultHttpxClient | None
+    http_client: openai.DefaultHttpxClient | httpx.Client | None
 
 
 class AsyncClientOptions(ConnectionOptions, total=False):
     """List the options of AsyncAgentClient."""
 
-    http_client: openai.DefaultAsyncHttpxClient | None
+    http_client: openai.DefaultAsyncHttpxClient | httpx.AsyncClient | None
 
 
 def connect(make: Callable[..., T], base_url: str | None, api_key: str | None, options: Mapping[str, Any]) -> T:

@@ -21,13 +21,17 @@ from agentspec.errors import InvalidInputError
 _HEADER_NAME = re.compile(r"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
 _HEADER_VALUE = re.compile(r"[!-~]?|[!-~][ \t!-~]*[!-~]")
 
+_TIMEOUTS = ("connect", "read", "write", "pool")
+"""Fields of an openai.Timeout."""
+
 
 def check_timeout(timeout: object) -> None:
     """Raise InvalidInputError, which names the option, for a timeout that the HTTP client would refuse."""
     if isinstance(timeout, openai.NotGiven | openai.Omit):
         return
-    if isinstance(timeout, openai.Timeout):
-        parts: Sequence[object] = (timeout.connect, timeout.read, timeout.write, timeout.pool)
+    parts: Sequence[object]
+    if all(hasattr(timeout, name) for name in _TIMEOUTS):  # of HTTPX or HTTPX2; the OpenAI client takes both
+        parts = [getattr(timeout, name) for name in _TIMEOUTS]
     else:
         parts = timeout if isinstance(timeout, tuple) and timeout else (timeout,)  # HTTPX takes a tuple, too
     longest = threading.TIMEOUT_MAX

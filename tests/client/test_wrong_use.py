@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -128,6 +129,16 @@ def test_a_timeout_that_cannot_work_is_named(session: Session, value: Any) -> No
         session.chat("two", timeout=value)
     with pytest.raises(InvalidInputError, match=r"^timeout: a positive number"):
         AgentClient(base_url="http://localhost:8000/v1", model="small", timeout=value)
+
+
+def test_objects_of_httpx_are_taken_whichever_library_the_openai_client_uses(server: FakeServer) -> None:
+    timeout = httpx.Timeout(5.0)
+    with AgentClient(
+        base_url=server.url, model="small", store=None, timeout=timeout, http_client=httpx.Client()
+    ) as client:
+        assert client.chat("one", timeout=timeout).text == "answer 1"
+    with pytest.raises(InvalidInputError, match=r"^timeout: a positive number"):
+        AgentClient(base_url=server.url, model="small", timeout=httpx.Timeout(-1.0))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
