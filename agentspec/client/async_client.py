@@ -124,6 +124,8 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         Servers with the extension send these counts with the reply unless the client's `speculation` is False. If the
         reply has none, this asks the server.
         """
+        if reply.speculation is None:
+            self._refuse_if_unusable()
         if reply.speculation is not None or (path := self._requests.counts_path(reply)) is None:
             return reply.speculation
         return read_speculation(await self._ask(path))
@@ -281,6 +283,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
 
     async def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
         """Let the server draft from texts, or from this session's history, as Session.prime() does."""
+        self._client._refuse_if_unusable()
         await self.load()
         await self._client._probe_sessions()
         requests: list[Priming] = await self._wait(list, self._priming(texts, cache_salt))

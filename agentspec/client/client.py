@@ -144,6 +144,8 @@ class AgentClient(ClientBase[openai.OpenAI]):
         Servers with the extension send these counts with the reply unless the client's `speculation` is False. If the
         reply has none, this asks the server.
         """
+        if reply.speculation is None:
+            self._refuse_if_unusable()
         if reply.speculation is not None or (path := self._requests.counts_path(reply)) is None:
             return reply.speculation
         return read_speculation(self._ask(path))
@@ -321,6 +323,7 @@ class Session(SessionBase, Loops):
         first call, the client by itself primes a server that doesn't know the session with its history.
         Raises the OpenAI client's errors, and InvalidInputError for a file that cannot be read.
         """
+        self._client._refuse_if_unusable()
         self.load()
         self._client._probe_sessions()
         requests = list(self._priming(texts, cache_salt))  # all files are read before anything is sent

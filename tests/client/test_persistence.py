@@ -79,7 +79,7 @@ def test_a_session_dropped_and_taken_up_again_in_one_process(server: FakeServer)
 def test_a_closed_client_takes_nothing_that_it_would_lose(server: FakeServer) -> None:
     client = AgentClient(base_url=server.url, model="small")
     session = client.session("s")
-    session.chat("one")
+    reply = session.chat("one")
     client.close()
     client.close()
     for use in (
@@ -89,6 +89,8 @@ def test_a_closed_client_takes_nothing_that_it_would_lose(server: FakeServer) ->
         lambda: session.tool_result("c", "two"),
         session.clear,
         session.reload,
+        session.prime,
+        lambda: client.speculation(reply),
         lambda: client.chat("two"),
     ):
         with pytest.raises(AgentSpecError, match="the client is closed: make another"):
