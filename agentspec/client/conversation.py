@@ -371,8 +371,8 @@ class Conversation:
             )
         if self._holder is not None:
             raise SessionBusyError(
-                f"session {self.id!r} is in a call (or in a stream that is still open): let it end first,"
-                " or fork() the session to go two ways at once"
+                f"session {self.id!r} is in a call (or in a stream that is still open): let it end or close() the"
+                " stream first, or fork() the session to go two ways at once"
             )
 
 
