@@ -104,7 +104,12 @@ def serve(
     record: Annotated[str | None, typer.Option(help="Write the step-by-step record to this file (JSON lines).")] = None,
 ) -> None:
     """Run vllm serve with the extension switched on; takes every option of vllm serve."""
-    from agentspec.server_ext.vllm_adapter.launch import hand_on, run_vllm, serve_arguments  # needs the core
+    from agentspec.server_ext.vllm_adapter.launch import (  # needs the core
+        check_port,
+        hand_on,
+        run_vllm,
+        serve_arguments,
+    )
 
     settings: dict[str, Any] = {
         "principal_header": principal_header,
@@ -119,6 +124,7 @@ def serve(
     # Where options stand before the model, `model` holds the first of them.
     arguments = serve_arguments([model, *context.args], given, max_draft)
     settle_store({})  # an unusable store is an error here
+    check_port(arguments)
     run_vllm(arguments)
 
 

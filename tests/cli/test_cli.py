@@ -88,7 +88,7 @@ def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_d
     monkeypatch.setattr(
         "agentspec.server_ext.vllm_adapter.launch.run_vllm", lambda _: served.append(os.environ.get("AGENTSPEC_STORE"))
     )
-    assert agentspec("serve", "no-such-model")[0] == 0
+    assert agentspec("serve", "no-such-model", "--port", "0")[0] == 0
     assert served == ["memory://"]
     assert "disk is full" in caplog.text
     status, printed = agentspec("serve", "no-such-model", "--store", f"sqlite:///{tmp_path}/named.db")
@@ -96,7 +96,7 @@ def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_d
     assert "disk is full" in printed
     monkeypatch.setenv("AGENTSPEC_STORE", "")
     monkeypatch.setenv("AGENTSPEC_SETTINGS", json.dumps({"store": f"sqlite:///{tmp_path}/named.db"}))
-    assert agentspec("serve", "no-such-model")[0] == 2
+    assert agentspec("serve", "no-such-model", "--port", "0")[0] == 2
     assert len(served) == 1
 
 
@@ -211,7 +211,7 @@ def test_what_vllm_refuses_of_a_server_is_one_line(
 
     monkeypatch.setenv("VLLM_PLUGINS", "")
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", SimpleNamespace(main=refuse))
-    status, printed = agentspec("serve", "m")
+    status, printed = agentspec("serve", "m", "--port", "0")
     why = str(refusal).partition("\n")[0]
     assert status == 2 and printed == f"agentspec: m: vLLM ended with an error: {why}{remedy}\n"
 
@@ -236,11 +236,11 @@ def test_a_model_whose_folder_is_missing_is_said_to_be(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse, SamplingParams=dict))
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", SimpleNamespace(main=refuse))
     rollout = ("rollout", str(problems), "--out", str(tmp_path / "out.jsonl"), "--model", str(folder))
-    for command in (("serve", str(folder)), rollout):
+    for command in (("serve", str(folder), "--port", "0"), rollout):
         status, printed = agentspec(*command)
         assert status == 2 and printed.endswith("'repo_name' (there is no such folder)\n")
     folder.mkdir()
-    for command in (("serve", str(folder)), rollout):
+    for command in (("serve", str(folder), "--port", "0"), rollout):
         status, printed = agentspec(*command)
         assert status == 2 and printed.endswith("'repo_name'\n")
 

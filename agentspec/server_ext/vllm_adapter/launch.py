@@ -8,9 +8,11 @@ any spelling, or they would be lost: who may share answers, for example.
 
 import errno
 import importlib.metadata
+import ipaddress
 import json
 import logging
 import os
+import socket
 import ssl
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -33,6 +35,9 @@ logger = logging.getLogger("vllm.agentspec")
 _SPECULATIVE_FLAGS = ("--speculative-config", "-sc")
 _IN_USE = "; give another --port; with --uds another path, or remove that file if no server listens there"
 _TLS_FLAGS = ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs")
+_ADDRESS_FLAGS = ("--port", "--host", "--uds", "--headless")
+_DATA_PARALLEL = ("--data-parallel", "-dp")
+_DEFAULT_PORT = "8000"
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp")
 OPTIONS = {
     "store",
@@ -142,6 +147,30 @@ def _check_tls(certificate: str | None, key: str | None, authorities: str | None
 def _ask_later() -> str:
     """Leave it to vLLM to ask for the password of a key."""
     raise OSError("the key has a password")
+
+
+def check_port(arguments: Sequence[str]) -> None:
+    """Raise ConfigurationError if another program listens on the port of ``vllm serve``, which finds that out later.
+
+    Does nothing where the address is not certain: abbreviated options, a host by its name, several data-parallel ranks.
+    """
+    line = CommandLine(arguments)
+    names = {_plain(argument.partition("=")[0]) for argument in line.rest} - {"-", "--"}
+    abbreviated = any(flag != name and flag.startswith(name) for flag in _ADDRESS_FLAGS for name in names if name)
+    no_port = any(line.value(flag) is not None for flag in ("--uds", "--headless"))
+    if abbreviated or no_port or any(line.begins_with(prefix) for prefix in _DATA_PARALLEL):
+        return
+    host, port = (line.value(flag) for flag in ("--host", "--port"))
+    host, port = "" if host is None else str(host), _DEFAULT_PORT if port is None else str(port)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as vLLM where it runs several API servers
+        try:
+            ipaddress.ip_address(host or "0.0.0.0")
+            listener.bind((host, int(port)))
+        except (OSError, ValueError, OverflowError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                raise ConfigurationError(f"--port {port}: another program listens there; give another --port") from None
 
 
 def check_files(settings: Settings) -> None:

@@ -1,13 +1,18 @@
-"""Files of `--ssl-…` that cannot be used are refused before vLLM loads the model; its own error names none of them."""
+"""Options of how a server listens are checked before vLLM starts, which takes long.
+
+vLLM's own error names no file of TLS, and it says that a port is taken when it has imported everything.
+"""
 
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.vllm_adapter.launch import serve_arguments
+from agentspec.server_ext.vllm_adapter.launch import check_port, serve_arguments
 from tests.store.test_redis_tls import certificate
 
 CERT, KEY = "--ssl-certfile", "--ssl-keyfile"
@@ -57,3 +62,57 @@ def test_a_key_with_a_password_and_a_pipe_are_left_to_vllm(folder: Path) -> None
     for name in ("locked.pem", "pipe.pem"):
         given = [CERT, str(folder / "own" / "cert.pem"), KEY, str(folder / name)]
         assert serve_arguments(given, {}, 8, {})[:4] == given
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A port on which another program listens, as vLLM does: at all addresses."""
+    with socket.create_server(("", 0)) as listener:
+        yield str(listener.getsockname()[1])
+
+
+def test_a_taken_port_is_named(taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"port: {taken}\n")
+    message = f"--port {taken}: another program listens there; give another --port"
+    for options in (
+        ("--port", taken),
+        (f"--port={taken}", "--host", "127.0.0.1"),
+        ("--port", "0", "--port", taken, "--host", "0.0.0.0"),
+        ("--config", str(file)),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            check_port(["m", *options])
+    monkeypatch.setattr("agentspec.server_ext.vllm_adapter.launch._DEFAULT_PORT", taken)
+    with pytest.raises(ConfigurationError, match=message):
+        check_port(["m"])
+
+
+def test_a_port_that_vllm_may_take_is_left_to_it(taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is free, not used at all, or the options leave open which one it is."""
+    check_port(["m", "--port", "0"])
+    for options in (
+        ("--uds", "vllm.sock"),
+        ("--headless",),
+        ("--data-parallel-size", "2"),
+        ("-dp=2",),
+        ("--host", "localhost"),
+        ("--por", "0"),
+        ("--hos", "127.0.0.2"),
+    ):
+        check_port(["m", "--port", taken, *options])
+    monkeypatch.setattr("agentspec.server_ext.vllm_adapter.launch._DEFAULT_PORT", taken)
+    check_port(["m", "--por", "0"])
+    for port in ("x", "65536", "-1"):
+        check_port(["m", "--port", port])
+
+
+def test_a_port_is_free_for_a_second_api_server_of_one_server() -> None:
+    """Two of vLLM's API servers share a port (SO_REUSEPORT), and a port may be bound at another address."""
+    with socket.socket() as shared, socket.socket() as other:
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        for listener, host in ((shared, "127.0.0.1"), (other, "127.0.0.2")):
+            listener.bind((host, 0))
+            listener.listen()
+        check_port(["m", "--host", "127.0.0.1", "--port", str(shared.getsockname()[1])])
+        check_port(["m", "--host", "127.0.0.1", "--port", str(other.getsockname()[1])])
