@@ -68,10 +68,19 @@ def server_at(url: str, headers: list[str] | None, seconds: float = _SECONDS) ->
         why = _ENCODE if "@" in url else error  # its text may quote a part of a password
         raise ConfigurationError(f"--url {without_secrets(url)}: {why}") from None
     except httpx.HTTPError as error:
-        remedy = _TRUST if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
-        raise StoreUnavailableError(
-            f"{without_secrets(url)} does not answer: {error or type(error).__name__}{remedy}"
-        ) from None
+        why = f"{error or type(error).__name__}{_remedy(url, error)}"
+        raise StoreUnavailableError(f"{without_secrets(url)} does not answer: {why}") from None
+
+
+def _remedy(url: str, error: httpx.HTTPError) -> str:
+    """Return what to add to an error of a connection; "" if nothing is known about its cause."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return _TRUST
+    if url.startswith("https:") and "SSL" in str(error):
+        return "; if this server does not use TLS, give http://"
+    if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        return "; if this server uses TLS, give https://"
+    return ""
 
 
 def ask(server: httpx.Client, method: str, path: str, expected: str, **more: Any) -> httpx.Response:

@@ -81,6 +81,30 @@ def test_a_certificate_that_is_not_trusted_is_refused_with_the_remedy(
         assert (refused in printed) == ("SSL_CERT_FILE" in printed) == (not trusted)
 
 
+@pytest.mark.parametrize(("asked", "spoken"), [("https", "http"), ("http", "https")])
+def test_a_server_with_tls_that_is_asked_without_is_told_apart(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: str, spoken: str
+) -> None:
+    """The reverse is, too: an https:// address of a server that speaks plain HTTP."""
+    monkeypatch.setenv("COLUMNS", "200")
+    certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+
+    def answer(server: socket.socket) -> None:
+        with server.accept()[0] as client, suppress(OSError):  # ssl.SSLError is one
+            if spoken == "https":
+                context.wrap_socket(client, server_side=True)
+            else:
+                client.recv(4096)
+                client.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, args=(server,), daemon=True).start()
+        status, printed = agentspec("sessions", "list", "--url", f"{asked}://127.0.0.1:{server.getsockname()[1]}")
+    assert status == 2 and "does not answer" in printed and f"give {spoken}://" in printed
+
+
 @pytest.mark.parametrize(
     ("header", "key", "message"),
     [("X-User: jürgen", "", "does not answer"), ("X User: a", "", "--header"), ("X-User: a", "secret\n", "--header")],
