@@ -6,6 +6,7 @@ The HTTP client would refuse wrong options at the first call, as "Connection err
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_UNKNOWN = re.compile("unknown|unrecogni[sz]ed|unexpected|unsupported|extra|not (permitted|allowed)", re.IGNORECASE)
+_OUR_FIELD = re.compile(r"\b(session_id|vllm_xargs)\b")
 _BROKEN = frozenset({"ReadError", "RemoteProtocolError"})
 """Names of the HTTP client's errors after it has connected; names, because it is httpx or httpx2."""
 
@@ -92,7 +95,8 @@ def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[N
     connection: the OpenAI client that makes the block's calls.
     """
     try:
-        yield
+        with _openai_errors():
+            yield
     except openai.APITimeoutError as error:
         error.add_note(f"agentspec: {_address_of(connection)} did not answer in time")
         raise
@@ -115,6 +119,25 @@ def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[N
         if connection.base_url.path in ("", "/"):  # no server reads a model's name there, so the address is wrong
             error.add_note(f"agentspec: most servers answer below /v1: give {_address_of(connection)}/v1 as base_url")
         raise
+    except openai.APIStatusError as error:
+        if error.status_code in (400, 422) and _UNKNOWN.search(str(error)) and _OUR_FIELD.search(str(error)):
+            error.add_note('agentspec: a gateway may refuse fields that it does not know: give session_tags="header"')
+        raise
+
+
+@contextmanager
+def _openai_errors() -> Iterator[None]:
+    """Raise the OpenAI client's own error where an older one (2.25) lets HTTPX's through while it reads a stream."""
+    try:
+        yield
+    except Exception as error:
+        import httpx  # takes longer than the rest of the client, and a newer OpenAI client has no need of it
+
+        if not isinstance(error, httpx.TransportError):
+            raise
+        kind = openai.APITimeoutError if isinstance(error, httpx.TimeoutException) else openai.APIConnectionError
+        request: Any = error.request  # of HTTPX, which such a client uses
+        raise kind(request=request) from error
 
 
 def _address_of(connection: openai.OpenAI | openai.AsyncOpenAI) -> str:

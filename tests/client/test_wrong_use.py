@@ -25,7 +25,6 @@ from agentspec import (
     Session,
     Stage,
 )
-from agentspec.testing.server import free_port
 
 from .fake_server import FakeServer
 
@@ -277,65 +276,6 @@ def test_a_salt_that_no_header_can_carry_is_named(session: Session, salt: Any) -
         session.clear(cache_salts=[salt])
     with pytest.raises(InvalidInputError, match=r"^cache_salt: a text in UTF-8 is needed, not '\\ud800'"):
         session.prime(["text"], cache_salt="\ud800")
-
-
-def notes(raised: pytest.ExceptionInfo[openai.APIError]) -> list[str]:
-    return list(raised.value.__notes__)
-
-
-async def notes_of_calls(base_url: str) -> list[list[str]]:
-    """Return the notes of the errors of a call and a stream, by either client."""
-    found = []
-    with AgentClient(base_url=base_url, model="small", store=None, max_retries=0) as client:
-        with pytest.raises(openai.APIError) as raised:
-            client.chat("one")
-        found.append(notes(raised))
-        with pytest.raises(openai.APIError) as raised:
-            client.stream("one").until_done()
-        found.append(notes(raised))
-    async with AsyncAgentClient(base_url=base_url, model="small", store=None, max_retries=0) as agents:
-        with pytest.raises(openai.APIError) as raised:
-            await agents.chat("one")
-        found.append(notes(raised))
-        with pytest.raises(openai.APIError) as raised:
-            await agents.stream("one").until_done()
-        found.append(notes(raised))
-    return found
-
-
-async def test_a_server_that_is_not_there_is_named_without_the_password() -> None:
-    address = f"127.0.0.1:{free_port()}/v1"
-    note = f"agentspec: http://***@{address} cannot be reached: wait until its server is up, or give another base_url"
-    assert await notes_of_calls(f"http://me:secret@{address}") == 4 * [[note]]
-
-
-async def test_a_server_that_dies_while_it_answers_is_no_matter_of_the_address(server: FakeServer) -> None:
-    server.cut = True
-    note = (
-        f"agentspec: the connection to {server.url} broke before the answer was complete: try the call again, and see"
-        " the server's log if it breaks again"
-    )
-    assert await notes_of_calls(server.url) == 4 * [[note]]
-
-
-async def test_an_address_without_its_path_is_completed(server: FakeServer) -> None:
-    server.failures[:] = 4 * [404]
-    root = server.url.removesuffix("/v1")
-    note = f"agentspec: most servers answer below /v1: give {root}/v1 as base_url"
-    assert await notes_of_calls(root) == 4 * [[note]]
-
-
-async def test_a_refused_key_names_option_and_variable(server: FakeServer) -> None:
-    server.failures[:] = 4 * [401]
-    note = f"agentspec: give the key of {server.url} as api_key, or in the variable OPENAI_API_KEY"
-    assert await notes_of_calls(server.url) == 4 * [[note]]
-
-
-def test_an_unknown_model_is_no_matter_of_the_address(server: FakeServer, session: Session) -> None:
-    server.failures[:] = [404]
-    with pytest.raises(openai.NotFoundError) as raised:
-        session.chat("two")
-    assert not hasattr(raised.value, "__notes__")
 
 
 @pytest.mark.parametrize("depth", [201, 2_000, math.inf])

@@ -1,0 +1,106 @@
+"""Test the notes of errors: which address, key or connection failed, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from agentspec import AgentClient, AsyncAgentClient
+from agentspec.client.connection import remedies_noted
+from agentspec.testing.server import free_port
+
+from .fake_server import FakeServer
+
+
+def notes(raised: pytest.ExceptionInfo[openai.APIError]) -> list[str]:
+    return list(getattr(raised.value, "__notes__", []))
+
+
+async def notes_of_calls(base_url: str) -> list[list[str]]:
+    """Return the notes of the errors of a call and a stream, by either client."""
+    found = []
+    with AgentClient(base_url=base_url, model="small", store=None, max_retries=0) as client:
+        with pytest.raises(openai.APIError) as raised:
+            client.chat("one")
+        found.append(notes(raised))
+        with pytest.raises(openai.APIError) as raised:
+            client.stream("one").until_done()
+        found.append(notes(raised))
+    async with AsyncAgentClient(base_url=base_url, model="small", store=None, max_retries=0) as agents:
+        with pytest.raises(openai.APIError) as raised:
+            await agents.chat("one")
+        found.append(notes(raised))
+        with pytest.raises(openai.APIError) as raised:
+            await agents.stream("one").until_done()
+        found.append(notes(raised))
+    return found
+
+
+async def test_a_server_that_is_not_there_is_named_without_the_password() -> None:
+    address = f"127.0.0.1:{free_port()}/v1"
+    note = f"agentspec: http://***@{address} cannot be reached: wait until its server is up, or give another base_url"
+    assert await notes_of_calls(f"http://me:secret@{address}") == 4 * [[note]]
+
+
+async def test_a_server_that_dies_while_it_answers_is_no_matter_of_the_address(server: FakeServer) -> None:
+    server.cut = True
+    note = (
+        f"agentspec: the connection to {server.url} broke before the answer was complete: try the call again, and see"
+        " the server's log if it breaks again"
+    )
+    assert await notes_of_calls(server.url) == 4 * [[note]]
+
+
+def test_what_an_older_openai_client_lets_through_of_httpx_is_its_own_error() -> None:
+    """The version 2.25 does where a server dies within a stream, or sends nothing for too long."""
+    connection = openai.OpenAI(base_url="http://localhost/v1", api_key="EMPTY")
+    request = httpx.Request("POST", "http://localhost/v1/chat/completions")
+    for error, raised, noted in (
+        (httpx.RemoteProtocolError("peer closed connection", request=request), openai.APIConnectionError, "broke"),
+        (httpx.ReadTimeout("timed out", request=request), openai.APITimeoutError, "did not answer in time"),
+    ):
+        with pytest.raises(raised) as found, remedies_noted(connection):
+            raise error
+        assert found.value.__cause__ is error and noted in found.value.__notes__[0]
+
+
+async def test_an_address_without_its_path_is_completed(server: FakeServer) -> None:
+    server.failures[:] = 4 * [404]
+    root = server.url.removesuffix("/v1")
+    note = f"agentspec: most servers answer below /v1: give {root}/v1 as base_url"
+    assert await notes_of_calls(root) == 4 * [[note]]
+
+
+async def test_a_refused_key_names_option_and_variable(server: FakeServer) -> None:
+    server.failures[:] = 4 * [401]
+    note = f"agentspec: give the key of {server.url} as api_key, or in the variable OPENAI_API_KEY"
+    assert await notes_of_calls(server.url) == 4 * [[note]]
+
+
+def test_an_unknown_model_is_no_matter_of_the_address(server: FakeServer) -> None:
+    server.failures[:] = [404]
+    client = AgentClient(base_url=server.url, model="small", store=None)
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.chat("two")
+    assert not hasattr(raised.value, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "noted"),
+    [
+        (400, "unknown fields: session_id, vllm_xargs", True),
+        (422, "body.vllm_xargs: Extra inputs are not permitted", True),
+        (400, "Unrecognized request argument supplied: top_q", False),
+        (400, "vllm_xargs: agentspec_scope: 'all' is none of tenant, session, none", False),
+    ],
+)
+def test_a_gateway_that_refuses_the_fields_of_a_session_is_told_apart(status: int, text: str, noted: bool) -> None:
+    connection = openai.OpenAI(base_url="http://gateway/v1", api_key="EMPTY")
+    response: Any = httpx.Response(status, request=httpx.Request("POST", "http://gateway/v1/chat/completions"))
+    with pytest.raises(openai.APIStatusError) as raised, remedies_noted(connection):
+        raise openai.APIStatusError(text, response=response, body=None)
+    remedy = 'agentspec: a gateway may refuse fields that it does not know: give session_tags="header"'
+    assert notes(raised) == ([remedy] if noted else [])
