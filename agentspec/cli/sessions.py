@@ -140,8 +140,10 @@ def delete(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: Heade
                     "command again when that process has ended"
                 )
             time.sleep(1.0)
-    held = "no record" if records == 0 else "1 record" if records == 1 else f"{records} records"
-    typer.echo(f"erased: {session} ({held} of it in the store)")
+    if records == 0:  # its turns may have waited for the store
+        typer.echo(f"{session}: the store had no record of it. 'agentspec sessions list' shows your sessions")
+    else:
+        typer.echo(f"erased: {session} ({records:,} record{'' if records == 1 else 's'} of it in the store)")
 
 
 @_commands.command()
