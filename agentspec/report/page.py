@@ -73,37 +73,34 @@ _MEANING = {
 
 def _comparison(sessions: Sequence[Session]) -> str:
     families = any(session.parent for session in sessions)
+    timed = any(session.total.speed is not None for session in sessions)
     rows = "".join(
         f'<tr><th scope="row"><a href="#session-{number}">{escape(session.name)}</a></th>'
         + (f"<td>{escape(session.parent or '')}</td>" if families else "")
-        + f"<td>{len(session.turns)}</td>{_cells(session.total)}</tr>"
+        + f"<td>{len(session.turns)}</td>{_cells(session.total, timed)}</tr>"
         for number, session in enumerate(sessions, 1)
     )
     started = '<th scope="col">started by</th>' if families else ""
     return (
         '<section aria-labelledby="sessions"><h2 id="sessions">Sessions compared</h2><div class="wide" tabindex="0" '
         'role="region" aria-labelledby="sessions"><table><thead><tr><th scope="col">session</th>'
-        f'{started}<th scope="col">turns</th>{_HEADS}</tr></thead>'
+        f'{started}<th scope="col">turns</th>{_heads(timed)}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div></section>"
     )
 
 
-_HEADS = "".join(
-    f'<th scope="col">{name}</th>'
-    for name in ("tokens", "steps", "tokens a step", "accepted", "tokens a second", "accepted by source")
-)
+def _heads(timed: bool) -> str:
+    """Return the headings of `_cells`. timed: with the speed, which a server's record does not tell."""
+    speed = ["tokens a second"] if timed else []
+    names = ["tokens", "steps", "tokens a step", "accepted", *speed, "accepted by source"]
+    return "".join(f'<th scope="col">{name}</th>' for name in names)
 
 
-def _cells(turn: Turn) -> str:
+def _cells(turn: Turn, timed: bool) -> str:
     accepted = "" if turn.acceptance is None else f"{turn.acceptance:.0%}"
-    values = [
-        str(turn.tokens),
-        str(turn.steps or ""),
-        _number(turn.tokens_per_step, 2),
-        accepted,
-        _number(turn.speed, 0),
-    ]
-    return "".join(f"<td>{value}</td>" for value in values) + f"<td>{_bar(turn)}</td>"
+    speed = [_number(turn.speed, 0)] if timed else []
+    values = [str(turn.tokens), str(turn.steps or ""), _number(turn.tokens_per_step, 2), accepted, *speed, _bar(turn)]
+    return "".join(f"<td>{value}</td>" for value in values)
 
 
 def _bar(turn: Turn) -> str:
@@ -119,7 +116,8 @@ def _bar(turn: Turn) -> str:
 
 def _session(session: Session, number: int) -> str:
     turns = session.turns
-    rows = "".join(f'<tr><th scope="row">{at}</th>{_cells(turn)}</tr>' for at, turn in enumerate(turns, 1))
+    timed = session.total.speed is not None
+    rows = "".join(f'<tr><th scope="row">{at}</th>{_cells(turn, timed)}</tr>' for at, turn in enumerate(turns, 1))
     charts = _chart("Tokens a step by turn", [turn.tokens_per_step for turn in turns], 2)
     charts += _chart("Tokens a second by turn", [turn.speed for turn in turns], 0)
     charts += _chart(
@@ -132,7 +130,7 @@ def _session(session: Session, number: int) -> str:
         f'<section aria-labelledby="session-{number}"><h2 id="session-{number}">{escape(session.name)}</h2>'
         f'<p>{_summary(session.total)}</p><div class="charts">{charts}</div>'
         f'<div class="wide" tabindex="0" role="region" aria-label="Turns of {escape(session.name)}"><table><thead><tr>'
-        f'<th scope="col">turn</th>{_HEADS}</tr></thead><tbody>{rows}</tbody></table></div>{texts}</section>'
+        f'<th scope="col">turn</th>{_heads(timed)}</tr></thead><tbody>{rows}</tbody></table></div>{texts}</section>'
     )
 
 

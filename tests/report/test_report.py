@@ -117,7 +117,15 @@ def test_the_servers_step_record_is_read_too(tmp_path: Path) -> None:
     (session,) = read_run(path).sessions
     assert [(turn.tokens, turn.steps, turn.text) for turn in session.turns] == [(5, 2, None), (4, 1, None)]
     assert session.total.acceptance == 0.75
-    assert "<details" not in render(read_run(path))
+    page = render(read_run(path))
+    assert "<details" not in page and "tokens a second" not in page, "it tells neither texts nor durations"
+
+
+def test_a_table_shows_speeds_where_a_record_tells_them(record: Path) -> None:
+    page = render(read_run(record))
+    assert page.count('<th scope="col">tokens a second</th>') == 4  # the sessions compared, and a table for each
+    rows = [row.partition("</tr>")[0] for row in page.split("<tr>")[1:]]
+    assert {row.count("<th") + row.count("<td") for row in rows if 'scope="row"' in row} == {7, 9}
 
 
 @pytest.mark.parametrize(
