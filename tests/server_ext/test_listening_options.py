@@ -88,7 +88,7 @@ def test_a_taken_port_is_named(taken: str, tmp_path: Path, monkeypatch: pytest.M
         check_port(["m"])
 
 
-def test_a_port_that_vllm_may_take_is_left_to_it(taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_vllm_may_take_is_left_to_it(taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is free, not used at all, or the options leave open which one it is."""
     check_port(["m", "--port", "0"])
     for options in (
@@ -99,10 +99,17 @@ def test_a_port_that_vllm_may_take_is_left_to_it(taken: str, monkeypatch: pytest
         ("--host", "localhost"),
         ("--por", "0"),
         ("--hos", "127.0.0.2"),
+        ("--api-server-count", "0"),
+        ("--grpc",),
     ):
         check_port(["m", "--port", taken, *options])
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"port: {taken}\n")
+    check_port(["m", f"--config={file}"])  # vLLM reads no file that is given so
     monkeypatch.setattr("agentspec.server_ext.vllm_adapter.launch._DEFAULT_PORT", taken)
     check_port(["m", "--por", "0"])
+    file.write_text("por: 0\n")
+    check_port(["m", "--config", str(file)])
     for port in ("x", "65536", "-1"):
         check_port(["m", "--port", port])
 

@@ -35,8 +35,9 @@ logger = logging.getLogger("vllm.agentspec")
 _SPECULATIVE_FLAGS = ("--speculative-config", "-sc")
 _IN_USE = "; give another --port; with --uds another path, or remove that file if no server listens there"
 _TLS_FLAGS = ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs")
-_ADDRESS_FLAGS = ("--port", "--host", "--uds", "--headless")
-_DATA_PARALLEL = ("--data-parallel", "-dp")
+_ADDRESS_FLAGS = ("--port", "--host", "--uds", "--headless", "--config")
+_LISTENS_ELSEWHERE = ("--data-parallel", "-dp", "--api-server-count", "-asc", "--grpc", "--config=")
+"""Beginnings of arguments beside which the port may be another, or none. vLLM reads no file given as --config=FILE."""
 _DEFAULT_PORT = "8000"
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp")
 OPTIONS = {
@@ -152,13 +153,11 @@ def _ask_later() -> str:
 def check_port(arguments: Sequence[str]) -> None:
     """Raise ConfigurationError if another program listens on the port of ``vllm serve``, which finds that out later.
 
-    Does nothing where the address is not certain: abbreviated options, a host by its name, several data-parallel ranks.
+    Does nothing where the address is not certain: abbreviated options, a host by its name, several servers, no server.
     """
     line = CommandLine(arguments)
-    names = {_plain(argument.partition("=")[0]) for argument in line.rest} - {"-", "--"}
-    abbreviated = any(flag != name and flag.startswith(name) for flag in _ADDRESS_FLAGS for name in names if name)
     no_port = any(line.value(flag) is not None for flag in ("--uds", "--headless"))
-    if abbreviated or no_port or any(line.begins_with(prefix) for prefix in _DATA_PARALLEL):
+    if no_port or line.abbreviates(*_ADDRESS_FLAGS) or any(map(line.begins_with, _LISTENS_ELSEWHERE)):
         return
     host, port = (line.value(flag) for flag in ("--host", "--port"))
     host, port = "" if host is None else str(host), _DEFAULT_PORT if port is None else str(port)
@@ -255,6 +254,11 @@ class CommandLine:
     def begins_with(self, prefix: str) -> str | None:
         """Return the first option in the arguments or the file whose name begins with ``prefix``; None without one."""
         return next((each for each in self._given() if _plain(each).startswith(prefix)), None)
+
+    def abbreviates(self, *names: str) -> bool:
+        """Return whether the arguments or the file abbreviate one of these options, which ``value`` does not see."""
+        given = {_plain(argument.partition("=")[0]) for argument in self._given() if argument.startswith("--")}
+        return any(name.startswith(each) and name != each != "--" for name in names for each in given)
 
     def take_object(self, *names: str) -> dict[str, Any] | None:
         """Remove an option from the arguments, and return the JSON object that it holds, else the file's.
