@@ -240,6 +240,24 @@ class TestLaunch:
         assert result[:2] == ["--port", "1"] and result.count("--additional-config") == 1
         assert json.loads(result[-1]) == {"agentspec": {"scope": "none"}}
 
+    @pytest.mark.parametrize(
+        ("misspelt", "meant"),
+        [("--storre", "--store"), ("--tennant=a", "--tenant"), ("--api_key_file", "--api-keys-file")],
+    )
+    def test_a_misspelt_option_is_passed_on_with_a_warning(
+        self, caplog: pytest.LogCaptureFixture, misspelt: str, meant: str
+    ) -> None:
+        """vLLM, which alone knows all its options, refuses it some 15 seconds later."""
+        assert serve_arguments(["m", misspelt, "x"], {}, 8, {})[:3] == ["m", misspelt, "x"]
+        name = misspelt.partition("=")[0]
+        assert caplog.messages == [f"agentspec: {name} goes to vLLM, since it is no option here; did you mean {meant}?"]
+
+    def test_vllms_own_options_are_not_called_misspelt(self, caplog: pytest.LogCaptureFixture) -> None:
+        """These are the likest of all."""
+        own = ("--stream-interval", "--tokens-only", "--api-key", "--tensor-parallel-size", "--max-logprobs")
+        serve_arguments(["m", *(each for name in own for each in (name, "--store"))], {}, 8, {})
+        assert not caplog.messages
+
     @pytest.mark.parametrize("as_text", [True, False])
     def test_vllms_file_of_options_counts(self, tmp_path: Path, as_text: bool) -> None:
         settings = {"agentspec": {"scope": "none", "verify_cost": 0.5}, "x": 1}

@@ -6,6 +6,7 @@ agentspec adds ``--speculative-config`` and ``--additional-config``. So it must 
 any spelling, or they would be lost: who may share answers, for example.
 """
 
+import difflib
 import errno
 import importlib.metadata
 import ipaddress
@@ -53,6 +54,8 @@ OPTIONS = {
     "record",
 }
 """Settings that `agentspec serve` has options for."""
+_ALIKE = 0.87
+"""Likeness from which on an argument may be a misspelt option: a letter more, less or changed."""
 _FILE = "--config"
 _LEAST_ABBREVIATION = len("--add")
 
@@ -72,6 +75,7 @@ def serve_arguments(
     """
     line = CommandLine(arguments)
     _check_line(line)
+    _warn_of_misspelt(line)
     check_given_limit(max_draft)
     translated: dict[str, Any] = {}
     method = line.take_object(*_SPECULATIVE_FLAGS)
@@ -117,6 +121,15 @@ def _check_line(line: "CommandLine") -> None:
                 f"--config: {name.replace('_', '-')} is no option of vLLM's; give it in that file as "
                 f"additional-config: {{agentspec: {{{name}: …}}}}"
             )
+
+
+def _warn_of_misspelt(line: "CommandLine") -> None:
+    """Warn of arguments that look like agentspec's options. Only vLLM knows whether it has such options itself."""
+    own = {f"--{name.replace('_', '-')}" for name in OPTIONS}
+    names = {argument.partition("=")[0] for argument in line.rest if argument.startswith("--")}
+    for name in sorted(names - own):
+        if meant := difflib.get_close_matches(_plain(name), own, 1, _ALIKE):
+            logger.warning("agentspec: %s goes to vLLM, since it is no option here; did you mean %s?", name, meant[0])
 
 
 def _check_tls(certificate: str | None, key: str | None, authorities: str | None) -> None:
