@@ -140,10 +140,11 @@ def delete(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: Heade
                     "command again when that process has ended"
                 )
             time.sleep(1.0)
-    if records == 0:  # its turns may have waited for the store
-        typer.echo(f"{session}: the store had no record of it. 'agentspec sessions list' shows your sessions")
+    if records == 0:  # a mistyped id, or turns that still waited for the store
+        held = "nothing of it was in the store; 'agentspec sessions list' shows your sessions"
     else:
-        typer.echo(f"erased: {session} ({records:,} record{'' if records == 1 else 's'} of it in the store)")
+        held = f"{records:,} record{'' if records == 1 else 's'} of it in the store"
+    typer.echo(f"erased: {session} ({held})")
 
 
 @_commands.command()
