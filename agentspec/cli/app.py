@@ -70,20 +70,28 @@ def serve(
     model: Annotated[str, typer.Argument(help="Model name or path, as for vllm serve.")],
     store: Annotated[
         str | None,
-        typer.Option(help="Where token logs live: sqlite:///path, redis://host:port/db or memory://."),
+        typer.Option(help="URL of the store of sessions: sqlite:///path, redis://host:port/db or memory://."),
     ] = None,
     tenant: Annotated[
         str | None,
-        typer.Option(help="Whose server this is: its API keys share answers. Without one, each key is on its own."),
+        typer.Option(
+            help="This server's tenant: its API keys draft from each other's answers; without one, each from its own."
+        ),
     ] = None,
     principal_header: Annotated[
-        str | None, typer.Option(help="Header by which your gateway says who sent a request. Trusted, so guard it.")
+        str | None,
+        typer.Option(
+            help="Header by which your gateway names a request's sender. Let no client set it: it is trusted."
+        ),
     ] = None,
     tenant_header: Annotated[
-        str | None, typer.Option(help="Header by which your gateway names a request's tenant. Trusted, so guard it.")
+        str | None,
+        typer.Option(
+            help="Header by which your gateway names a request's tenant. Let no client set it: it is trusted."
+        ),
     ] = None,
     api_keys_file: Annotated[
-        str | None, typer.Option(help="File of lines 'sha256-of-key tenant': whose API keys these are.")
+        str | None, typer.Option(help="File that names the tenant of each API key, in lines of 'sha256-of-key tenant'.")
     ] = None,
     scope: Annotated[
         Scope | None,
@@ -91,7 +99,7 @@ def serve(
     ] = None,
     public: Annotated[
         str | None,
-        typer.Option(help="File of texts that everybody's requests may draft from: JSON lines or plain text."),
+        typer.Option(help="File of texts that all callers' requests may draft from: JSON lines or plain text."),
     ] = None,
     max_draft: Annotated[
         int | None,
@@ -101,7 +109,10 @@ def serve(
         float | None,
         typer.Option(help="Price of verifying one more token, as a share of a decode step; measured unless given."),
     ] = None,
-    record: Annotated[str | None, typer.Option(help="Write the step-by-step record to this file (JSON lines).")] = None,
+    record: Annotated[
+        str | None,
+        typer.Option(help="File to write a record of each decode step to, as JSON lines, for agentspec report."),
+    ] = None,
 ) -> None:
     """Run vllm serve with the extension switched on; takes every option of vllm serve."""
     from agentspec.server_ext.vllm_adapter.launch import (  # needs the core
@@ -158,10 +169,10 @@ def train(config: Annotated[Path, typer.Argument(help="YAML file; docs/speculato
 @app.command()
 def report(
     record: Annotated[
-        Path, typer.Argument(help="What AgentClient(record=…) or the server's --record wrote.", dir_okay=False)
+        Path, typer.Argument(help="File that AgentClient(record=…) or the server's --record wrote.", dir_okay=False)
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Its title.")] = "What speculation did",
+    out: Annotated[Path, typer.Option("--out", "-o", help="File for the page.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "What speculation did",
 ) -> None:
     """Draw a page of what speculation did: the text by source, acceptance and speed by turn, sessions compared."""
     if out.exists() and out.samefile(record):

@@ -46,17 +46,20 @@ def add_to(app: typer.Typer) -> None:
 
 def rollout(
     problems: Annotated[
-        Path, typer.Argument(help="Problems, .jsonl (also .gz) or .parquet: id, prompt or messages, and anything else.")
+        Path,
+        typer.Argument(
+            help="File of problems, .jsonl (also .gz) or .parquet: id, prompt or messages, and any other fields."
+        ),
     ],
     model: Annotated[str, typer.Option(help="Model name or path, as for vLLM.")],
-    out: Annotated[Path, typer.Option(help="Samples, a JSON line each. Run again to go on with this file.")] = Path(
-        "rollouts.jsonl"
-    ),
-    samples: Annotated[int, typer.Option(min=1, help="Answers for each problem and epoch.")] = 8,
-    epochs: Annotated[int, typer.Option(min=1, help="How often to go through the problems.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 1.0,
+    out: Annotated[
+        Path, typer.Option(help="File for the samples, one JSON line each. A second run goes on with it.")
+    ] = Path("rollouts.jsonl"),
+    samples: Annotated[int, typer.Option(min=1, help="Answers to each problem in an epoch.")] = 8,
+    epochs: Annotated[int, typer.Option(min=1, help="How many times to go through the problems.")] = 1,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="As for vLLM.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 1024,
     seed: Annotated[
         int | None, typer.Option(help="Makes a --plain rollout repeatable, at some cost in large batches.")
     ] = None,
@@ -67,25 +70,32 @@ def rollout(
         float | None, typer.Option(help="Seconds after which a sample gets an error in place of its reward.")
     ] = None,
     update_weights: Annotated[
-        str | None, typer.Option(help="module:function(llm, epoch) that loads an epoch's weights, returns a version.")
+        str | None,
+        typer.Option(help="module:function(llm, epoch) that loads an epoch's weights and returns their version."),
     ] = None,
     format: Annotated[
-        Format | None, typer.Option(help="Write each epoch as this trainer keeps its own, too, beside the samples.")
+        Format | None,
+        typer.Option(help="Also write each epoch in this trainer's format, into a folder beside the samples."),
     ] = None,
-    store: Annotated[str | None, typer.Option(help="Where the text to draft from is kept between runs.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Whose rollouts these are, if several share a store.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="URL of the store that keeps answers between runs, as for agentspec serve.")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant of these rollouts, where several share a store.")] = None,
     max_draft: Annotated[int | None, typer.Option(help="Longest draft, in tokens.")] = None,
     verify_cost: Annotated[
         float | None, typer.Option(help="Price of verifying one more token, as a share of a decode step.")
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="vLLM without agentspec, to compare with.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Run vLLM without agentspec, as a baseline.")] = False,
     dtype: Annotated[str, typer.Option(help="As for vLLM.")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="As for vLLM.")] = False,
     max_model_len: Annotated[int | None, typer.Option(help="As for vLLM.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="As for vLLM.")] = None,
     ray: Annotated[
         int | None,
-        typer.Option(min=1, help="Sample on so many Ray actors, each an engine. For several machines, with Redis."),
+        typer.Option(
+            min=1,
+            help="Sample on this many Ray actors, each with its own engine. On several machines give a Redis --store.",
+        ),
     ] = None,
     engine: Annotated[
         str,

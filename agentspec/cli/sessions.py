@@ -49,7 +49,7 @@ def add_to(app: typer.Typer) -> None:
 def list_sessions(
     url: UrlOption = DEFAULT_URL,
     header: HeaderOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many, used last first.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="How many to list, the most recently used first.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
     """List the sessions of your API key."""
@@ -76,7 +76,7 @@ def show(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: HeaderO
     """Show the turns of a session, without their text."""
     with server_at(url, header) as server:
         turns = ask(server, "GET", _path(session), "turns").json()["turns"]
-    table = Table("turn", "time", "kept of the context", "new prompt tokens", "response tokens", title=Text(session))
+    table = Table("turn", "time", "kept context tokens", "new prompt tokens", "response tokens", title=Text(session))
     with reading("turns"):
         for number, turn in enumerate(turns, 1):
             counts = (turn["kept"], len(turn["prompt"]), len(turn["response"]))
@@ -155,9 +155,13 @@ def convert(
     ] = None,
     model: Annotated[str | None, typer.Option(help="The server's model. A client's store needs none.")] = None,
     tenant: Annotated[str | None, typer.Option(help="The server's tenant; as for agentspec serve.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="If the server was given one; else the model's.")] = None,
-    tokenizer_revision: Annotated[str | None, typer.Option(help="If the server was given a revision.")] = None,
-    model_key: Annotated[str | None, typer.Option(help="If the server will have this setting.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer, if the server was given one; else the model's is taken.")
+    ] = None,
+    tokenizer_revision: Annotated[
+        str | None, typer.Option(help="Revision of the tokenizer, if the server was given one.")
+    ] = None,
+    model_key: Annotated[str | None, typer.Option(help="Setting model_key, if the server will have it.")] = None,
 ) -> None:
     """Convert the store of an older release. Stop its servers before; give AGENTSPEC_SECRET if they will have one.
 

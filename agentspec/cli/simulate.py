@@ -34,9 +34,7 @@ def add_to(app: typer.Typer) -> None:
 
 def simulate(
     file: Annotated[Path, typer.Argument(help="Recorded calls, one JSON object a line; gzip may have compressed it.")],
-    tenant: Annotated[
-        str | None, typer.Option(help="Whose traffic it is, in place of the records' own tenants.")
-    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant of all calls, in place of the records' own.")] = None,
     scope: Annotated[
         Scope, typer.Option(help="What a call drafts from beside its own text (tenant: session, group and tenant).")
     ] = "tenant",
@@ -48,12 +46,12 @@ def simulate(
         str | None, typer.Option(help="For records of text: a tokenizer.json, a model's folder or its name.")
     ] = None,
     rule: Annotated[
-        Rule, typer.Option(help="learned: what serving does; arctic: ArcticInference's, to compare with.")
+        Rule, typer.Option(help="learned: as agentspec serve drafts; arctic: as ArcticInference drafts.")
     ] = Rule.LEARNED,
     max_depth: Annotated[int | None, typer.Option(help="arctic: most tokens of context and draft together.")] = None,
-    max_spec_factor: Annotated[float | None, typer.Option(help="arctic: draft tokens for each matched one.")] = None,
-    max_spec_offset: Annotated[float | None, typer.Option(help="arctic: draft tokens more than that.")] = None,
-    min_token_prob: Annotated[float | None, typer.Option(help="arctic: least probability of a draft.")] = None,
+    max_spec_factor: Annotated[float | None, typer.Option(help="arctic: draft tokens for each matched token.")] = None,
+    max_spec_offset: Annotated[float | None, typer.Option(help="arctic: draft tokens added to these.")] = None,
+    min_token_prob: Annotated[float | None, typer.Option(help="arctic: lowest probability of a draft token.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Replay recorded conversations through the cache, with greedy verification against what was recorded.

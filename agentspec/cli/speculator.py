@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agentspec.server_ext.speculator import Speculator
     from agentspec.server_ext.speculator.vocabulary import TokenCounts
 
-_commands = typer.Typer(help="Draft models: look at one, reduce its head.", no_args_is_help=True)
+_commands = typer.Typer(help="Show a draft model, or reduce its head.", no_args_is_help=True)
 
 SpeculatorArgument = Annotated[str, typer.Argument(metavar="SPECULATOR", help="Folder of a checkpoint, or a hub id.")]
 
@@ -45,14 +45,20 @@ def show(speculator: SpeculatorArgument, as_json: JsonOption = False) -> None:
 @_commands.command()
 def prune(
     speculator: SpeculatorArgument,
-    out: Annotated[Path, typer.Argument(help="Folder to write the reduced one to.")],
-    model: Annotated[str, typer.Option(help="The target, as the server that filled the store was given it.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the reduced draft model.")],
+    model: Annotated[str, typer.Option(help="Target model, as it was given to the server that filled the store.")],
     size: Annotated[int, typer.Option(help="Tokens to keep; best a multiple of 64.")] = 32_768,
     store: Annotated[str | None, typer.Option(help="Store URL; as for agentspec serve.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Whose corpus; as for agentspec serve.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="If the server was given one; else the model's.")] = None,
-    tokenizer_revision: Annotated[str | None, typer.Option(help="If the server was given a revision.")] = None,
-    model_key: Annotated[str | None, typer.Option(help="If the server has this setting.")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Tenant whose sessions are counted; as for agentspec serve.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer, if the server was given one; else the model's is taken.")
+    ] = None,
+    tokenizer_revision: Annotated[
+        str | None, typer.Option(help="Revision of the tokenizer, if the server was given one.")
+    ] = None,
+    model_key: Annotated[str | None, typer.Option(help="Setting model_key, if the server has it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Keep only the head's rows of the tokens that occur most in the tenant's stored sessions."""

@@ -83,8 +83,10 @@ def take_sample(server: httpx.Client, url: str, sessions: int) -> Sample:
 def top(
     url: UrlOption = DEFAULT_URL,
     header: HeaderOption = None,
-    interval: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds from one look to the next.")] = 2.0,
-    sessions: Annotated[int, typer.Option(min=0, max=100, help="How many sessions to show, used last first.")] = 10,
+    interval: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between updates.")] = 2.0,
+    sessions: Annotated[
+        int, typer.Option(min=0, max=100, help="How many sessions to show, the most recently used first.")
+    ] = 10,
     once: Annotated[bool, typer.Option("--once", help="Print the figures of one interval and end.")] = False,
 ) -> None:
     """Show a server's speeds, where its drafts come from, and your sessions, live. Ctrl-C ends it."""
@@ -207,8 +209,8 @@ def _speeds(now: Sample, rates: _Rates) -> Table:
         table.add_row("tokens a second", rates.of("totals", "generated"), f"{totals['generated']:,} tokens")
     table.add_row("decode steps a second", rates.of("totals", "steps"), f"{totals['steps']:,} steps")
     table.add_row("requests", f"{gauges['running']:,} running", f"{totals['finished']:,} finished")
-    table.add_row("drafted tokens accepted", *(_share(of["accepted"], of["drafted"]) for of in (rates.rises, totals)))
-    table.add_row("tokens accepted of a draft", *(_mean(of["accepted"], of["drafts"]) for of in (rates.rises, totals)))
+    table.add_row("acceptance rate", *(_share(of["accepted"], of["drafted"]) for of in (rates.rises, totals)))
+    table.add_row("accepted tokens per draft", *(_mean(of["accepted"], of["drafts"]) for of in (rates.rises, totals)))
     table.add_row("memory", f"{gauges['bytes'] / _MB:,.1f} MB", f"of {gauges['limit'] / _MB:,.0f} MB")
     table.add_row("kept tokens", f"{gauges['tokens']:,}", f"{gauges['pending']:,} not indexed yet")
     table.add_row("store", Text("; ".join(now.stores) or "available", "bold red" if now.stores else ""), "")
@@ -218,7 +220,7 @@ def _speeds(now: Sample, rates: _Rates) -> Table:
 
 
 def _sources(now: Sample, rates: _Rates) -> Table:
-    names = ("source", "drafted a second", "accepted a second", "drafted", "accepted", "of its drafted")
+    names = ("source", "drafted a second", "accepted a second", "drafted", "accepted", "acceptance rate")
     table = Table(*names, box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"

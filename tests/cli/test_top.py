@@ -301,7 +301,7 @@ def test_rates_are_blank_after_a_restart() -> None:
 
     text = printed(sample(12.0, 300, 80), sample(10.0, 100, 40))
     assert row(text, "decode steps a second") == ["100.0", "300", "steps"]
-    assert row(text, "group")[:2] == ["20.0", "10.0"] and row(text, "drafted tokens accepted") == ["50%", "50%"]
+    assert row(text, "group")[:2] == ["20.0", "10.0"] and row(text, "acceptance rate") == ["50%", "50%"]
     assert row(text, "store") == ["writer", "open"]
     for before in (None, sample(10.0, 400, 40)):
         assert row(printed(sample(12.0, 300, 80), before), "decode steps a second") == ["300", "steps"]
