@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +23,7 @@ from agentspec.cli.tables import print_table
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from agentspec.rollout import EpochFigures, Journal
+    from agentspec.rollout import EpochFigures, Journal, Plan, Problem, RolloutGenerator
 
 _LOG_SECONDS = 60.0
 """Where a log takes the place of a terminal, progress is a line each so many seconds, and one at an epoch's end."""
@@ -107,13 +107,7 @@ def rollout(
     Each sample is written as it finishes. Run the command again after it was killed: it samples what is missing, and
     scores what has no reward.
     """
-    from agentspec.rollout import (
-        OfflineEngine,
-        Plan,
-        RayEngine,
-        RolloutGenerator,
-        read_problems,
-    )
+    from agentspec.rollout import OfflineEngine, Plan, RayEngine, RolloutGenerator, read_problems
     from agentspec.rollout.formats import folder_for, write_trl, write_verl
     from agentspec.rollout.plan import distribution
     from agentspec.server_ext.settings import json_object
@@ -152,23 +146,38 @@ def rollout(
         generator = RolloutGenerator(
             started, journal, reward=judge, reward_seconds=reward_timeout, update_weights=update
         )
-        table = _table()
-        console = Console(stderr=True)
-        with Progress(*_COLUMNS, console=console, disable=not console.is_terminal) as bars:
-            shown = _Shown(bars, len(tasks) * samples, epochs)
-            try:
-                for figures in generator.run(tasks, plan, shown.sampled, shown.scored, shown.tokenised):
-                    shown.sampled(figures, complete=True)
-                    _add_row(table, figures)
-                    if folder is not None:
-                        write = write_trl if format is Format.TRL else write_verl
-                        write(generator.samples(figures.epoch), folder, figures.epoch, started.decode)
-            except KeyboardInterrupt:
-                found = f"{len(journal)} samples are in {out}; run the command again to go on"
-                typer.echo(f"agentspec: interrupted: {found}", err=True)
-                raise
+
+        def write_epoch(epoch: int) -> None:
+            if folder is not None:
+                write = write_trl if format is Format.TRL else write_verl
+                write(generator.samples(epoch), folder, epoch, started.decode)
+
+        try:
+            table = _sample(generator, tasks, plan, write_epoch)
+        except KeyboardInterrupt:
+            found = f"{len(journal)} samples are in {out}; run the command again to go on"
+            typer.echo(f"agentspec: interrupted: {found}", err=True)
+            raise
         started.close()
         print_table(table)
+
+
+def _sample(
+    generator: "RolloutGenerator", tasks: Sequence["Problem"], plan: "Plan", write_epoch: Callable[[int], None]
+) -> Table:
+    """Sample all epochs, show how far they are, and return the table of their figures.
+
+    write_epoch: called with the number of each epoch when it has ended.
+    """
+    table = _table()
+    console = Console(stderr=True)
+    with Progress(*_COLUMNS, console=console, disable=not console.is_terminal) as bars:
+        shown = _Shown(bars, len(tasks) * plan.samples, plan.epochs)
+        for figures in generator.run(tasks, plan, shown.sampled, shown.scored, shown.tokenised):
+            shown.sampled(figures, complete=True)
+            _add_row(table, figures)
+            write_epoch(figures.epoch)
+    return table
 
 
 class _Shown:

@@ -65,8 +65,12 @@ def server_at(url: str, headers: list[str] | None, seconds: float = _SECONDS) ->
             " a header's name"
         ) from None
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        why = _ENCODE if "@" in url else error  # its text may quote a part of a password
-        raise ConfigurationError(f"--url {without_secrets(url)}: {why}") from None
+        wrong = str(error)
+        if "@" in url:  # the error may quote a part of a password
+            wrong = _ENCODE
+        elif isinstance(error, httpx.UnsupportedProtocol):
+            wrong = f"give it with http:// or https://, as in {DEFAULT_URL}"
+        raise ConfigurationError(f"--url {without_secrets(url)}: {wrong}") from None
     except httpx.HTTPError as error:
         why = f"{error or type(error).__name__}{_remedy(url, error)}"
         raise StoreUnavailableError(f"{without_secrets(url)} does not answer: {why}") from None
@@ -76,6 +80,8 @@ def _remedy(url: str, error: httpx.HTTPError) -> str:
     """Return what to add to an error of a connection; "" if nothing is known about its cause."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return _TRUST
+    if isinstance(error, httpx.ConnectError) and "refused" in str(error):
+        return "; is a server running there? Name its address with --url"
     if url.startswith("https:") and "SSL" in str(error):
         return "; if this server does not use TLS, give http://"
     if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):

@@ -22,6 +22,13 @@ __all__ = ["agentspec", "server", "start"]
 def test_a_server_that_does_not_answer_is_named(agentspec: Program) -> None:
     status, printed = agentspec("sessions", "list", "--url", "http://127.0.0.1:1")
     assert status == 2 and "http://127.0.0.1:1 does not answer" in printed
+    assert printed.endswith("; is a server running there? Name its address with --url\n")
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "127.0.0.1:8000", "htp://localhost"])
+def test_an_address_without_a_scheme_is_refused_with_an_example(agentspec: Program, url: str) -> None:
+    status, printed = agentspec("sessions", "list", "--url", url)
+    assert status == 2 and printed.startswith(f"agentspec: --url {url}: ") and "http:// or https://" in printed
 
 
 def test_a_server_behind_a_unix_socket_is_asked(

@@ -37,7 +37,7 @@ _SPECULATIVE_FLAGS = ("--speculative-config", "-sc")
 _IN_USE = "; give another --port; with --uds another path, or remove that file if no server listens there"
 _TLS_FLAGS = ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs")
 _ADDRESS_FLAGS = ("--port", "--host", "--uds", "--headless", "--config")
-_LISTENS_ELSEWHERE = ("--data-parallel", "-dp", "--api-server-count", "-asc", "--grpc", "--config=")
+_ELSEWHERE = ("--uds", "--headless", "--data-parallel", "-dp", "--api-server-count", "-asc", "--grpc", "--config=")
 """Beginnings of arguments beside which the port may be another, or none. vLLM reads no file given as --config=FILE."""
 _DEFAULT_PORT = "8000"
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp")
@@ -169,20 +169,19 @@ def check_port(arguments: Sequence[str]) -> None:
     Does nothing where the address is not certain: abbreviated options, a host by its name, several servers, no server.
     """
     line = CommandLine(arguments)
-    no_port = any(line.value(flag) is not None for flag in ("--uds", "--headless"))
-    if no_port or line.abbreviates(*_ADDRESS_FLAGS) or any(map(line.begins_with, _LISTENS_ELSEWHERE)):
+    if line.abbreviates(*_ADDRESS_FLAGS) or any(map(line.begins_with, _ELSEWHERE)):
         return
     host, port = (line.value(flag) for flag in ("--host", "--port"))
     host, port = "" if host is None else str(host), _DEFAULT_PORT if port is None else str(port)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as vLLM where it runs several API servers
-        try:
-            ipaddress.ip_address(host or "0.0.0.0")
+    try:
+        ipaddress.ip_address(host or "0.0.0.0")
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as vLLM where it runs several API servers
             listener.bind((host, int(port)))
-        except (OSError, ValueError, OverflowError) as error:
-            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-                raise ConfigurationError(f"--port {port}: another program listens there; give another --port") from None
+    except (OSError, ValueError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise ConfigurationError(f"--port {port}: another program listens there; give another --port") from None
 
 
 def check_files(settings: Settings) -> None:
