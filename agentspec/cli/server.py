@@ -27,6 +27,12 @@ UrlOption = Annotated[
 HeaderOption = Annotated[
     list[str] | None, typer.Option("--header", "-H", help="A header of your gateway: 'Name: value'. Can be repeated.")
 ]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="Tokenizer, if the server was given one; else the model's is taken.")
+]
+TokenizerRevisionOption = Annotated[
+    str | None, typer.Option(help="Revision of the tokenizer, if the server was given one.")
+]
 
 _SECONDS = 60.0
 _OTHER_RELEASE = "is it of another release of agentspec?"

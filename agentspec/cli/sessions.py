@@ -16,6 +16,8 @@ from agentspec.cache.store import default_store_url, redact
 from agentspec.cli.server import (
     DEFAULT_URL,
     HeaderOption,
+    TokenizerOption,
+    TokenizerRevisionOption,
     UrlOption,
     ask,
     reading,
@@ -155,12 +157,8 @@ def convert(
     ] = None,
     model: Annotated[str | None, typer.Option(help="The server's model. A client's store needs none.")] = None,
     tenant: Annotated[str | None, typer.Option(help="The server's tenant; as for agentspec serve.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer, if the server was given one; else the model's is taken.")
-    ] = None,
-    tokenizer_revision: Annotated[
-        str | None, typer.Option(help="Revision of the tokenizer, if the server was given one.")
-    ] = None,
+    tokenizer: TokenizerOption = None,
+    tokenizer_revision: TokenizerRevisionOption = None,
     model_key: Annotated[str | None, typer.Option(help="Setting model_key, if the server will have it.")] = None,
 ) -> None:
     """Convert the store of an older release. Stop its servers before; give AGENTSPEC_SECRET if they will have one.

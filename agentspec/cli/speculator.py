@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from agentspec.cache.store import LogNames, open_store, redact
+from agentspec.cli.server import TokenizerOption, TokenizerRevisionOption
 from agentspec.cli.tables import JsonOption, figures_table, print_table
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.identity.server_secrets import server_secret
@@ -52,12 +53,8 @@ def prune(
     tenant: Annotated[
         str | None, typer.Option(help="Tenant whose sessions are counted; as for agentspec serve.")
     ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer, if the server was given one; else the model's is taken.")
-    ] = None,
-    tokenizer_revision: Annotated[
-        str | None, typer.Option(help="Revision of the tokenizer, if the server was given one.")
-    ] = None,
+    tokenizer: TokenizerOption = None,
+    tokenizer_revision: TokenizerRevisionOption = None,
     model_key: Annotated[str | None, typer.Option(help="Setting model_key, if the server has it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
