@@ -138,8 +138,10 @@ def _record(value: dict[str, Any]) -> Record:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name, *rest = first["loc"]  # leave out the names of a union's members
+        if first["type"] == "missing":
+            raise InvalidInputError(f"{name}: missing; give each conversation an id, a text or a number") from None
         index = "".join(f"[{part}]" for part in rest if isinstance(part, int))
-        given = "nothing" if first["type"] == "missing" else repr(first["input"])
+        given = repr(first["input"])
         short = given if len(given) <= 60 else given[:57] + "..."
         raise InvalidInputError(f"{name}{index}: {first['msg']}, got {short}") from None
 

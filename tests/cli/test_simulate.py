@@ -111,7 +111,7 @@ def test_a_table_without_json(simulate: Program, conversations: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "options", "message"),
     [
-        ("{}", (), "calls.jsonl, line 4: session: Field required"),
+        ("{}", (), "calls.jsonl, line 4: session: missing; give"),
         ("", ("--verify-cost", "nan"), "--verify-cost=nan"),
         ("", ("--max-draft", "1000"), "--max-draft=1000"),
         ("", ("--tenant", "a\nb"), "tenant"),

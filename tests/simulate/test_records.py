@@ -95,7 +95,7 @@ def test_the_file_is_read_as_the_calls_are_taken(tmp_path: Path) -> None:
         (_record(response_token_ids=[2**40]), r"line 2: response_token_ids\[0\] is"),
         (_record(response_token_ids=None), "line 2: response_token_ids: missing"),
         (_record(response_token_ids=None, response="hi"), "line 2: response: is text; give a tokenizer .*data.sources"),
-        ({"turn": 0}, "line 2: session: Field required"),
+        ({"turn": 0}, "line 2: session: missing; give each conversation an id"),
         (
             f'{{"session": "a", "turn": 1{"0" * 4_300}}}',
             "line 2: a whole number has more than 4,300 digits; write it as",
