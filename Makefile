@@ -5,6 +5,7 @@ VENV := .venv
 TESTS ?= tests/end_to_end
 MARKS ?= engine and not store and not rl and not drafters and not clients
 BIN := $(VENV)/bin
+export PYTHONDONTWRITEBYTECODE :=  # let Python keep what it compiles: pytest compiles all tests before it runs any
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
 .PHONY: help demo test test-ranks test-store test-rl test-drafters test-clients fast-test check dist test-vllm \
@@ -23,7 +24,8 @@ test-ranks: $(VENV)/.built $(VENV)/.redis  ## tensor and data parallelism, on tw
 	$(BIN)/python -m pytest -m "ranks and not store"
 
 test-store: $(VENV)/.built $(VENV)/.redis  ## the long tests of stores and servers: failing, moving and resharded Redis servers, servers that end, several of them, trainings
-	$(BIN)/python -m pytest -m store
+	$(BIN)/python -m pytest -m "store and not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "store and alone"
 
 test-rl: $(VENV)/.built $(VENV)/.redis  ## the long tests of rollouts: killed ones, on Ray, and TRL as it is
 	$(BIN)/python -m pip install --disable-pip-version-check -q "trl>=1.16" "ray>=2.40"

@@ -111,6 +111,7 @@ def test_lost_and_erased_sessions_are_found_in_the_store() -> None:
 
 @pytest.mark.engine
 @pytest.mark.store
+@pytest.mark.alone
 def test_three_minutes(capsys: pytest.CaptureFixture[str]) -> None:
     soak.main(["--minutes", "3", "--max-bytes", "1000000", "--store-bytes", "1000000", "--times", "2", "--json"])
     rows = json.loads(capsys.readouterr().out)

@@ -16,7 +16,7 @@ from agentspec.testing.redis_server import RedisClusterServers, RedisSentinels, 
 from tests.faults.serving import LOG, TENANT, Serving, SlowNetwork
 from tests.store.helpers import number_of, turn, wait_until
 
-pytestmark = pytest.mark.store
+pytestmark = [pytest.mark.store, pytest.mark.alone]
 
 
 def has_all(serving: Serving) -> None:

@@ -100,6 +100,7 @@ while True:
 
 
 @pytest.mark.store
+@pytest.mark.alone
 def test_several_processes_on_one_file_survive_kill_9_in_a_loop(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     acknowledged: dict[str, int] = {}
@@ -203,6 +204,7 @@ def test_redis_killed_while_batches_fly_neither_loses_nor_doubles_a_record() -> 
 
 
 @pytest.mark.store
+@pytest.mark.alone
 def test_a_redis_that_hangs_is_left_after_its_timeout() -> None:
     with RedisServer() as server:
         store = open_store(server.url)
