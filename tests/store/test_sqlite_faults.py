@@ -69,7 +69,7 @@ def test_nothing_is_written_to_a_file_that_was_removed_or_replaced(
     store.append(NS, [NewEntry("s", b"1")])
     path = tmp_path / path
     moved = path.rename(tmp_path / "moved.db")
-    with pytest.raises(StoreUnavailableError, match=r"store\.db: No such file or directory$"):
+    with pytest.raises(StoreUnavailableError, match=r"store\.db: No such file or directory: .*put it back, or restart"):
         store.append(NS, [NewEntry("s", b"2")])
     moved.rename(path)
     store.append(NS, [NewEntry("s", b"3")])

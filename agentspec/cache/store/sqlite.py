@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from agentspec.cache.store.base import (
@@ -47,22 +47,18 @@ from agentspec.cache.store.sqlite_entries import (
     trim_slice,
 )
 from agentspec.cache.store.sqlite_file import (
-    BESIDE,
     FRONT,
     PAGE_SIZE,
-    FileId,
-    check_length,
     connect,
     create_schema,
     empty_log,
     enter_wal,
-    file_at,
-    files_beside,
     pragma,
     prepare_file,
     store_errors,
     transaction,
 )
+from agentspec.cache.store.sqlite_watch import FileWatch
 from agentspec.errors import StoreError, StoreUnavailableError
 
 _ROWS = 64  # entries that a read fetches at once
@@ -323,39 +319,43 @@ class SQLiteStore(_Database):
                 enter_wal(writer)
                 empty_log(writer)  # a process that was killed while it erased may have left text in it
                 super().__init__(str(path), writer, connect(str(path)))
-                self._path, self._beside = path.absolute(), files_beside(path.absolute())
-                self._file, self._size = file_at(path)
+                self._files = FileWatch(path.absolute())
             except BaseException:
                 writer.close()
                 raise
 
+    def close(self) -> None:
+        if self._writer is None:
+            return
+        try:
+            self._keep_shared_memory()
+        except StoreUnavailableError:  # the disk is full; the end of the process closes what would now end it
+            return
+        super().close()
+        with self._write_lock, self._read_lock:
+            self._files.close()
+
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
+        self._keep_shared_memory()
         with super()._write() as connection:
-            file, size = file_at(self._path)
-            if file != self._file:  # SQLite would write to the old file, which has no name and is lost at close
-                raise StoreUnavailableError(f"{self._path}: another file has taken its place; restart to use that one")
-            if size < self._size:
-                check_length(self._path, size)
-            if (beside := files_beside(self._path)) != self._beside:
-                self._give_up_log(connection, beside)
+            self._files.check(connection)
             yield connection
-            with suppress(OSError):
-                self._size = self._path.stat().st_size
+            self._files.note_size()
 
-    def _give_up_log(self, connection: sqlite3.Connection, beside: tuple[FileId | None, ...]) -> None:
-        """Move the write-ahead log into the file, and raise StoreUnavailableError: the log was removed or replaced.
+    @contextmanager
+    def _read(self) -> Iterator[sqlite3.Connection]:
+        self._keep_shared_memory()
+        with super()._read() as connection:
+            yield connection
 
-        Such a log has no name, so a kill would lose its records. If another process has made new files, the log is not
-        moved, because that could damage what the other process writes. beside: the files beside the database now.
-        """
-        both = tuple(zip(BESIDE, beside, self._beside, strict=True))
-        if all(found in (None, known) for _, found, known in both):
-            empty_log(connection)
-        names = " and ".join(f"{self._path.name}{name}" for name, found, known in both if found != known)
-        raise StoreUnavailableError(
-            f"{self._path}: {names} beside it was removed or replaced while in use; restart all that use it"
-        )
+    def _keep_shared_memory(self) -> None:
+        """Restore the memory that the log's users share if it was cut short, before a connection looks at it."""
+        with store_errors(self._name):
+            if self._writer is not None and self._files.is_shared_memory_cut():
+                with self._write_lock, self._read_lock:
+                    if self._writer is not None:
+                        self._files.restore_shared_memory()
 
 
 class MemoryStore(_Database):

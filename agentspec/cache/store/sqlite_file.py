@@ -24,8 +24,6 @@ PAGE_SIZE = 1024
 
 BESIDE = ("-wal", "-shm")
 """Suffixes of SQLite's files beside a database: the write-ahead log, and the memory that its users share."""
-FileId = tuple[int, int]
-"""Device and inode of a file. They tell it from a later file of the same name."""
 
 _BUSY_SECONDS = 5.0
 _POLL_MS = 5  # short, because SQLite's own waits grow to 100 ms, in which busy writers always get the lock first
@@ -227,45 +225,6 @@ def _check_marks(path: Path, application: int, version: int) -> None:
 
 def _not_ours(path: Path, what: str) -> StoreError:
     return StoreError(f"{path}: {what}, so not a store of agentspec; it was left as it is: name another file")
-
-
-def file_at(path: Path) -> tuple[FileId, int]:
-    """Return the id of the file at a path, and its size in bytes.
-
-    Raises OSError if there is no file, and StoreUnavailableError if it is empty: its pages are gone, so anything that
-    SQLite wrote there would be useless.
-    """
-    found = path.stat()
-    if found.st_size == 0:
-        raise StoreUnavailableError(f"{path}: it was emptied while in use; stop all that use it, and remove it")
-    return (found.st_dev, found.st_ino), found.st_size
-
-
-def check_length(path: Path, size: int) -> None:
-    """Raise StoreUnavailableError if a file that shrank to ``size`` bytes has lost pages.
-
-    SQLite would not notice: it writes beyond the end and leaves holes in place of the lost pages. A file that was
-    trimmed is as long as its header says. While another process moves its log into the file, the header may say more
-    for a moment; the next write checks again.
-    """
-    with path.open("rb") as file:
-        header = file.read(32)
-    page_bytes, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
-    if len(header) < 32 or size < pages * (65536 if page_bytes == 1 else page_bytes):
-        raise StoreUnavailableError(f"{path}: it was cut short while in use; stop all that use it, and move it away")
-
-
-def files_beside(path: Path) -> tuple[FileId | None, ...]:
-    """Return the ids of the files that SQLite keeps beside a database, by BESIDE; None for a file that is missing."""
-    found: list[FileId | None] = []
-    for suffix in BESIDE:
-        try:
-            status = path.with_name(f"{path.name}{suffix}").stat()
-        except FileNotFoundError:
-            found.append(None)
-        else:
-            found.append((status.st_dev, status.st_ino))
-    return tuple(found)
 
 
 def connect(database: str) -> sqlite3.Connection:
