@@ -47,6 +47,27 @@ def test_what_went_unread_by_retention_makes_a_tenant_be_forgotten_once(
     assert process.forgotten == ["t"]
 
 
+def test_a_store_that_was_emptied_is_followed_from_its_new_beginning(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock may be behind, as after a failover, so that new entries and tombstones lie before the old cursor."""
+    monkeypatch.setattr(LIFE_SECONDS, 0.05)  # so that all logs are looked at each time
+    process.begin(NS, "t")
+    process.store.append(NS, [entry_of(turn("s", number)) for number in range(5)])
+    process.wait(delivered=5)
+    with process.store._write() as connection:
+        for table in ("entries", "payloads", "logs", "sqlite_sequence"):
+            connection.execute(f"DELETE FROM {table}")
+        connection.execute("INSERT INTO logs VALUES ('', 0, 0, 0)")
+    process.store.append(NS, [entry_of(turn("new", 5))])
+    process.store.erase_session(NS, "s")
+    wait_until(lambda: process.erased == [("t", "s")] and process.numbers() == [5])
+    assert process.forgotten == []  # what it holds may still be drafted from
+    process.store.append(NS, [entry_of(turn("new", 6))])
+    process.wait(delivered=7)
+    assert process.numbers() == [5, 6] and process.erased == [("t", "s")]
+
+
 @pytest.mark.parametrize(("seconds", "least", "most"), [(0.0, 10, 10), (0.4, 1, 3)])
 def test_others_records_are_learned_from_while_there_is_time(
     process: Process, seconds: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch

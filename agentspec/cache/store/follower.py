@@ -216,13 +216,18 @@ class Follower:
         for name in logs if all_logs else (self._refused | self._unerased) & logs.keys():
             log = logs[name]
             with self._alone(name, log):
-                if self._store.history(name, log.erased) == "trimmed":
-                    end = self._store.newest(name)
-                    if self._forget(log.tenant):
-                        log.cursor = log.erased = end
-                        self._unerased.discard(name)
-                    else:
-                        outdated.add(log.tenant)
+                history = self._store.history(name, log.erased)
+                if history == "whole":
+                    continue
+                end = self._store.newest(name)
+                if history == "lost":
+                    if end < log.erased:  # an emptied store whose clock is behind begins with lower cursors
+                        log.cursor = log.erased = ""
+                elif self._forget(log.tenant):
+                    log.cursor = log.erased = end
+                    self._unerased.discard(name)
+                else:
+                    outdated.add(log.tenant)
         self.outdated = frozenset(outdated)
         return not outdated
 
