@@ -65,6 +65,27 @@ def test_a_snapshot_that_fails_is_named_once(tmp_path: Path, caplog: pytest.LogC
     assert [message.count(str(path)) for message in messages] == [1] * len(messages)
 
 
+def test_each_fault_of_the_snapshots_place_is_said_once_and_so_is_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk may be full for an hour, and again a week later."""
+    path, cache = tmp_path / "x.snapshot", make()
+    keeper = keep(path, cache)
+    for number, fails in enumerate((True, True, False, True, True, False)):
+        if fails and not path.is_dir():
+            path.unlink(missing_ok=True)
+            path.mkdir()
+        elif not fails:
+            path.rmdir()
+        converse([cache], number)
+        assert keeper.save() is not fails
+    messages = [record.getMessage() for record in caplog.records]
+    assert ["are not saved" in message for message in messages] == [True, False, True, False]
+    assert ["are saved again" in message for message in messages] == [False, True, False, True]
+    assert keeper.stats()["errors"] == 4
+    keeper.close()
+
+
 @pytest.mark.parametrize("place", ["home", "name"])
 def test_a_file_that_cannot_even_be_looked_for_costs_no_drafts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, place: str

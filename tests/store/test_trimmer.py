@@ -76,3 +76,20 @@ def test_trimming_that_fails_costs_no_record_and_is_said_once(
     assert stored(store) == [1]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     writer.close()
+
+
+def test_trimming_that_fails_again_after_it_worked_is_said_again(
+    store: FlakyStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weeks may lie between the two, and the second fault may be another one, which lets the store grow."""
+    monkeypatch.setattr("agentspec.cache.store.trimmer._SECONDS", 0.0)
+    trimmer = Trimmer(store, Retention(days=1))
+    for error in ("away", "away", None, "forbidden", "forbidden"):
+        trim = Mock(side_effect=StoreUnavailableError(error) if error else None, return_value=Trimmed(0, False))
+        monkeypatch.setattr(store, "trim", trim)
+        trimmer.trim_if_due()
+    assert [text for record in caplog.records for text in ("away", "forbidden") if text in record.getMessage()] == [
+        "away",
+        "forbidden",
+    ]
+    assert trimmer.failed == 4

@@ -22,6 +22,7 @@ class Trimmer:
         self._store, self._retention = store, retention
         self._at = time.monotonic()  # when to look next
         self._written = 0  # bytes appended since the last look
+        self._failing = False  # whether the latest attempt failed
 
     def wait(self) -> float | None:
         """Return in how many seconds to look at the store next; None: never."""
@@ -44,9 +45,11 @@ class Trimmer:
             removed, more = self._store.trim(self._retention)
         except Exception as error:  # a store may raise anything, and the thread must survive it
             self.failed += 1
-            if self.failed == 1:
+            if not self._failing:
                 logger.warning("agentspec: the store could not be trimmed: %s; further failures are counted", error)
+            self._failing = True
             return
+        self._failing = False
         self.removed += removed
         if more:
             self._at = 0.0  # at once, after the records that were queued meanwhile

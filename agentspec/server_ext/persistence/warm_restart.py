@@ -94,6 +94,7 @@ class SnapshotKeeper:
         self._erasures = 0
         self._closing = False
         self._saved_state: object = None
+        self._failing = False  # whether the latest save failed
         self._counts = {"saved": 0, "errors": 0, "loaded_tokens": 0}
         self._thread = threading.Thread(target=self._run, name="agentspec-snapshot", daemon=True)
         self._thread.start()
@@ -148,9 +149,13 @@ class SnapshotKeeper:
             self._cache.save(self._path, identity=self._identity, note=places + b"\n" + self._note())
         except Exception as error:
             self._counts["errors"] += 1
-            if self._counts["errors"] == 1:
+            if not self._failing:
                 logger.warning("agentspec: the suffix indexes are not saved: %s", error)
+            self._failing = True
             return False
+        if self._failing:
+            logger.warning("agentspec: the suffix indexes are saved again")
+            self._failing = False
         with self._wake:
             if erasures != self._erasures:  # erased between the core's last look and the renaming
                 self._path.unlink(missing_ok=True)
