@@ -121,6 +121,7 @@ def serve(
         run_vllm,
         serve_arguments,
     )
+    from agentspec.server_ext.vllm_adapter.shutdown import end_on_hang_up
 
     settings: dict[str, Any] = {
         "principal_header": principal_header,
@@ -136,6 +137,7 @@ def serve(
     arguments = serve_arguments([model, *context.args], given, max_draft)
     settle_store({})  # an unusable store is an error here
     check_port(arguments)
+    end_on_hang_up()
     run_vllm(arguments)
 
 

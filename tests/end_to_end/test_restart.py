@@ -114,6 +114,30 @@ def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> Non
         assert database.execute("SELECT count(*) FROM entries").fetchone()[0] >= 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_all_processes_of_a_server_lets_its_engine_save(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C and a closed terminal do that. The server then tells its engine again, and people press twice.
+
+    The store is locked, so that the engine takes two seconds to end.
+    """
+    server = server_in(tmp_path, *PRICED)
+    with server, sqlite3.connect(tmp_path / "server.db", isolation_level=None) as other:
+        complete(server, code(907, 12), "stopped")
+        wait_for(lambda: all_stored(server))
+        assert server.process_id is not None
+        other.execute("BEGIN IMMEDIATE")
+        complete(server, code(908, 12), "waits")
+        processes = [psutil.Process(server.process_id), *psutil.Process(server.process_id).children(recursive=True)]
+        for _ in range(2):
+            os.killpg(server.process_id, number)
+            psutil.wait_procs(processes, timeout=0.7)
+        _, alive = psutil.wait_procs(processes, timeout=SAVE_SECONDS + 30)
+        assert not alive
+        other.execute("ROLLBACK")
+    assert list(tmp_path.glob("server.db-*.snapshot"))
+    assert "1 records unwritten" in server.log.read_text(errors="replace")
+
+
 def test_callers_of_an_engine_that_hangs_hear_of_its_end(tmp_path: Path) -> None:
     """By itself, vLLM leaves the callers waiting for their own timeouts, and the server for the callers."""
     server = server_in(tmp_path)

@@ -8,6 +8,8 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,23 @@ from agentspec.server_ext.vllm_adapter import shutdown
 from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
 
 OURS = SimpleNamespace(method="custom_class", model=PROPOSER_PATH)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture
+def received() -> Iterator[list[int]]:
+    """Note the signals that reach this process, in place of its own handlers."""
+    numbers: list[int] = []
+    before = {number: signal.signal(number, lambda got, _: numbers.append(got)) for number in ENDING}
+    yield numbers
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def made_by_vllm(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let this process look as if vLLM had made it under a name."""
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace())
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(name=name))
 
 
 class Process:
@@ -174,6 +193,55 @@ def test_a_worker_says_that_it_has_saved(tmp_path: Path, monkeypatch: pytest.Mon
     assert [file.name for file in tmp_path.iterdir()] == [str(os.getpid())]
 
 
+@pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1", "VllmWorker-1"])
+def test_no_second_signal_ends_a_process_of_vllms_that_saves(
+    name: str, monkeypatch: pytest.MonkeyPatch, received: list[int]
+) -> None:
+    """Ctrl-C and systemd signal all processes, and the server then its engines: vLLM dies of the second one."""
+    made_by_vllm(monkeypatch, name)
+    for _ in range(2):
+        with pytest.raises(OSError), shutdown.undisturbed():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+            raise OSError("the disk is full")
+    assert received == []
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("name", ["MainProcess", "MyTrainer"])
+def test_signals_of_other_processes_are_left_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch, received: list[int]
+) -> None:
+    """An offline engine saves in its program's own process, which decides what Ctrl-C does."""
+    made_by_vllm(monkeypatch, name)
+    shutdown.outlive_terminal()
+    with shutdown.undisturbed():
+        for number in ENDING:
+            os.kill(os.getpid(), number)
+    assert received == [*ENDING]
+
+
+def test_a_closed_terminal_ends_no_engine_by_itself(monkeypatch: pytest.MonkeyPatch, received: list[int]) -> None:
+    made_by_vllm(monkeypatch, "EngineCore")
+    with ThreadPoolExecutor(1) as pool:  # signals belong to the main thread
+        pool.submit(shutdown.outlive_terminal).result()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert received == [signal.SIGHUP]
+    shutdown.outlive_terminal()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert received == [signal.SIGHUP]
+
+
+def test_a_closed_terminal_ends_a_server_as_sigterm_does(received: list[int]) -> None:
+    for handler, expected in ((signal.SIG_DFL, [signal.SIGTERM]), (signal.SIG_IGN, [])):  # nohup ignores it
+        signal.signal(signal.SIGHUP, handler)
+        shutdown.end_on_hang_up()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert received == expected
+        received.clear()
+
+
 def test_a_signal_ends_the_wait_for_engines_that_start() -> None:
     """vLLM turns a SIGTERM into a KeyboardInterrupt, which its socket drops."""
     network = pytest.importorskip("vllm.utils.network_utils")
@@ -236,7 +304,7 @@ def test_a_client_without_requests_or_loop_is_shut_down_as_ever() -> None:
     ("name", "ours", "ends"), [("EngineCore_DP0", True, True), ("EngineCore", False, False), ("MyTrainer", True, False)]
 )
 def test_only_a_process_that_vllm_made_for_an_engine_of_ours_ends_with_its_parent(
-    name: str, ours: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, ours: bool, ends: bool, monkeypatch: pytest.MonkeyPatch, received: list[int]
 ) -> None:
     died, ended = threading.Event(), threading.Event()
     parent = SimpleNamespace(join=died.wait)
@@ -249,6 +317,7 @@ def test_only_a_process_that_vllm_made_for_an_engine_of_ours_ends_with_its_paren
     scheduler = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=OURS if ours else None))
     shutdown.init_scheduler(lambda _, kept: calls.append(kept), scheduler, kept="as it is")
     assert calls == ["as it is"] and not ended.wait(0.1)
+    assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is ends
     died.set()
     assert ended.wait(10 if ends else 0.1) is ends
     assert calls == ["as it is", *([(os.getpid(), signal.SIGTERM)] if ends else [])]

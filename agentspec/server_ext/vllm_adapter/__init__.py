@@ -10,8 +10,8 @@ Before an engine is made:
 In the API server:
 
 ``frontend``            writes identities into requests, and asks the engines for their figures
-``shutdown``            gives engines time to save when a server is stopped, and answers its callers; ends engines whose
-                        parent was killed
+``shutdown``            gives engines time to save when a server is stopped, by whichever signal, and answers its
+                        callers; ends engines whose parent was killed
 
 In the engine core and its workers:
 
@@ -179,6 +179,7 @@ def init_device(original: Callable[[Any], None], worker: Any) -> None:
     """Check an engine that drafts with agentspec, and patch the runner, before the worker makes its model runner."""
     if uses_agentspec(worker.vllm_config):
         check_engine(worker.vllm_config)
+        shutdown.outlive_terminal()
         install([patch for patch in current_patches() if patch.process == "runner"])
     original(worker)
 

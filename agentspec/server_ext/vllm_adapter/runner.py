@@ -22,7 +22,7 @@ from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDraf
 from agentspec.server_ext.vllm_adapter.engine_builder import build_engine
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, limit_numba_threads
 from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
-from agentspec.server_ext.vllm_adapter.shutdown import note_saved
+from agentspec.server_ext.vllm_adapter.shutdown import note_saved, undisturbed
 from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 from agentspec.server_ext.vllm_adapter.step_reader import (
     ForwardPass,
@@ -325,9 +325,10 @@ def shut_down(original: Callable[[Any], None], wrapper: Any) -> None:
     extension = extension_of(getattr(wrapper.worker, "model_runner", None))
     try:
         if extension is not None:
-            extension.close()
-            if extension.engine is not None:
-                note_saved()
+            with undisturbed():
+                extension.close()
+                if extension.engine is not None:
+                    note_saved()
     finally:
         original(wrapper)
 

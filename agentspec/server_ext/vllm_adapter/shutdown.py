@@ -3,6 +3,9 @@
 By default (``--shutdown-timeout 0``) vLLM tells its engines to abort their requests, and kills them at the same moment.
 Then nothing is saved: no snapshot, and no turn of the last milliseconds. So their manager makes a folder when it stops
 the engines, and lets them live until each has left a file there.
+
+Ctrl-C, systemd and a terminal that is closed send their signal to all processes of a server. The server then tells its
+engines a second time, which must not kill one that is saving.
 """
 
 import contextlib
@@ -32,8 +35,8 @@ _LOCK = "agentspec_shutdown"
 _WORKERS_SECONDS = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 """vLLM's variable: how long an engine core lets its workers end before it kills them. 5 by default."""
 _POLL_SECONDS = 0.02
-_CORE_NAME = "EngineCore"
-"""Beginning of the name of each process that vLLM makes for an engine core."""
+_CORE_NAME, _WORKER_NAME = "EngineCore", "VllmWorker"
+"""Beginnings of the names of the processes that vLLM makes for an engine core, and for a rank of several."""
 
 
 def init_engine_manager(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
@@ -97,11 +100,19 @@ def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **
     taken, and the program cannot be started again.
     """
     original(scheduler, *args, **kwargs)
-    parent = multiprocessing.parent_process()
-    # A trainer may run an engine in a process that it has made. When that process ends is up to the trainer.
-    is_core = parent is not None and multiprocessing.current_process().name.startswith(_CORE_NAME)
-    if is_core and uses_agentspec(scheduler.vllm_config):
+    if _is_made_by_vllm(_CORE_NAME) and uses_agentspec(scheduler.vllm_config):
+        outlive_terminal()
+        parent = multiprocessing.parent_process()
         threading.Thread(target=_end_after, args=(parent,), name="agentspec-parent", daemon=True).start()
+
+
+def _is_made_by_vllm(*names: str) -> bool:
+    """Return whether vLLM has made this process, under a name that begins with one of these.
+
+    A trainer may run an engine in a process that it has made. When that process ends is up to the trainer.
+    """
+    made = multiprocessing.parent_process() is not None
+    return made and multiprocessing.current_process().name.startswith(names)
 
 
 def _end_after(parent: Any) -> None:
@@ -110,6 +121,39 @@ def _end_after(parent: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SAVE_SECONDS)
     os._exit(1)
+
+
+def end_on_hang_up() -> None:
+    """End this server as by SIGTERM when its terminal is closed (SIGHUP), unless that is ignored, as under nohup.
+
+    By itself SIGHUP kills it, and each of its engines, at once.
+    """
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+
+
+def outlive_terminal() -> None:
+    """Ignore SIGHUP in a process that vLLM has made: its server, or the server's end, tells it to save and end."""
+    if _is_made_by_vllm(_CORE_NAME, _WORKER_NAME) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore further signals to end during the block, in which a process that vLLM has made saves.
+
+    vLLM lets a second signal kill an engine core that shuts down. The server ends one that takes too long.
+    """
+    if not _is_made_by_vllm(_CORE_NAME, _WORKER_NAME) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # else it is not Python's
+                signal.signal(number, handler)
 
 
 def note_saved() -> None:
