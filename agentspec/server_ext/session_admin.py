@@ -210,6 +210,7 @@ class SessionAdmin:
         return [state for state in self._states() if state.identity.session == session]
 
     def _logs(self, store: Store, tenant: str | None, anybody: bool = False, session: str | None = None) -> list[str]:
+        """Return the names of a tenant's logs, or of all logs for ``anybody``. session: only those that hold it."""
         logs = self._persistence.logs
         return store.namespaces(logs.prefix if anybody else logs.family(tenant), session=session)
 

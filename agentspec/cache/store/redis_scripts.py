@@ -20,11 +20,13 @@ redis.call('EXISTS', log, sessions, usage, tombstones, doomed)
 local used = redis.call('HMGET', usage, 'records', 'bytes', 'last', 'born')
 local all_records, all_bytes, newest, born = used[1] or 0, used[2] or 0, used[3], used[4]
 
+-- Adds to the sizes of the shard.
 local function count(records, bytes)
   all_records, all_bytes = all_records + records, all_bytes + bytes
   redis.call('HSET', usage, 'records', string.format('%.0f', all_records), 'bytes', string.format('%.0f', all_bytes))
 end
 
+-- Adds to the sizes of a session; without entries it is removed from the hash. ms: when it was used; nil: not now.
 local function charge(session, records, bytes, ms)
   local held = redis.call('HMGET', sessions, session)[1]
   local r, b, at = string.match(held or '0 0 0', '^(%d+) (%d+) (%d+)$')
@@ -36,6 +38,7 @@ local function charge(session, records, bytes, ms)
   end
 end
 
+-- Takes all that a session is said to hold off the sizes.
 local function forget(session)
   local held = redis.call('HGET', sessions, session)
   if not held then return end
@@ -44,11 +47,13 @@ local function forget(session)
   count(-r, -b)
 end
 
+-- Returns the server's time as the lowest id of this moment: milliseconds and a count.
 local function clock()
   local now = redis.call('TIME')
   return now[1] * 1000 + math.floor(now[2] / 1000), 0
 end
 
+-- Returns ms-seq, or the id behind this one if that is higher.
 local function above(ms, seq, id)
   local m, s = string.match(id, '^(%d+)-(%d+)$')
   m, s = tonumber(m), tonumber(s)
@@ -143,7 +148,8 @@ local last = string.format('%.0f-%.0f', ms, seq + (#ARGV - 9) / 4 - 1)
 if not born or redis.call('EXISTS', log) == 0 then born = first end  -- new, or evicted
 redis.call('HLEN', sessions)  -- for the state at the end
 
--- Ask for the rights by what changes nothing. Who may run XADD hears from Redis before 6.2 that this is no id.
+-- Ask for the rights by what changes nothing. Redis before 6.2 takes NOMKSTREAM for an id, and refuses it as a bad
+-- stream ID only to a user who may run XADD.
 local none = tag .. 'none'
 local refused = redis.pcall('XADD', none, 'NOMKSTREAM', '*', 'x', 'x')
 if refused and not string.find(refused.err, 'stream ID', 1, true) then
