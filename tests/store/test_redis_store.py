@@ -13,6 +13,8 @@ from agentspec.cache.store import (
     NewEntry,
     RedisStore,
     Retention,
+    Trimmed,
+    Usage,
     check_layout,
     open_store,
 )
@@ -201,3 +203,17 @@ def test_no_answer_to_a_read_is_so_large_that_it_takes_long(
     assert len(list(store.read(NS, **what))) == count
     assert max(map(len, answers)) <= 128
     assert max(sum(map(len, answer)) for answer in answers) < 1_300_000
+
+
+def test_a_session_that_goes_on_after_it_expired_counts_as_what_it_still_holds(store: RedisStore) -> None:
+    """No process was left to trim the log, which still refers to what expired."""
+    store.append(NS, [NewEntry("a", b"old", "g")] * 2)
+    raw(store).delete(f"{{agentspec:{NS}}}:3:s:a")
+    store.append(NS, [NewEntry("a", b"new")])
+    assert [(usage.records, usage.bytes) for usage in store.sessions(NS)] == [(1, 3)]
+    assert store.usage().records == 1
+    for _ in range(2):  # the oldest entries are those that expired
+        assert store.trim(Retention(records=0)) == Trimmed(1, True)
+        assert [entry.payload for entry in store.read(NS, session="a")] == [b"new"]
+    assert store.trim(Retention(records=0)) == Trimmed(1, True)
+    assert (store.usage(), store.sessions(NS)) == (Usage(0, 0), [])

@@ -158,6 +158,10 @@ end
 redis.call('SET', none, '', 'XX')
 if ARGV[5] ~= '0' then redis.call('PEXPIRE', none, 1) end
 redis.call('HSET', usage, 'last', last, 'born', born)
+for i = 10, #ARGV, 4 do
+  -- What a session held before it expired or was evicted still counts if nobody has trimmed the log since.
+  if redis.call('EXISTS', tag .. 's:' .. ARGV[i]) == 0 then forget(ARGV[i]) end
+end
 
 local total, id = 0
 for i = 10, #ARGV, 4 do
