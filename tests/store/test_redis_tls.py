@@ -107,6 +107,22 @@ def test_a_certificate_for_another_name_is_told_from_an_unknown_authority(secure
     assert "ssl_ca_certs" not in str(error.value)
 
 
+def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(
+    secured: tuple[int, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A server would wait at the terminal for ever."""
+    port, folder = secured
+    key = serialization.load_pem_private_key((folder / "own" / "key.pem").read_bytes(), password=None)
+    encrypted = serialization.BestAvailableEncryption(b"password")
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encrypted)
+    (tmp_path / "key.pem").write_bytes(key.private_bytes(*form))
+    options = f"ssl_certfile={folder}/own/cert.pem&ssl_keyfile={tmp_path}/key.pem"
+    with pytest.raises(StoreUnavailableError, match=r"ssl_keyfile=.*key\.pem cannot be used .*not encrypted"):
+        open_store(f"rediss://127.0.0.1:{port}?{OWN.format(folder)}&{options}").ping()
+    told = capfd.readouterr()
+    assert "pass phrase" not in told.out + told.err
+
+
 def test_a_key_without_its_certificate_is_refused() -> None:
     with pytest.raises(StoreURLError, match="ssl_keyfile needs the certificate of the key, in ssl_certfile"):
         open_store("rediss://host?ssl_keyfile=/key.pem")

@@ -204,7 +204,8 @@ class RedisClient:
             "protocol": 2,
         }
         if at.tls is not None:
-            options |= {"ssl": True, **at.tls}
+            # Without a password, OpenSSL asks the terminal for that of an encrypted key, and waits.
+            options |= {"ssl": True, "ssl_password": "", **at.tls}
         user: dict[str, Any] = {"username": at.username, "password": at.password}
         # Retry once: pooled connections die with a restarted server, and a server can be slow once. A retry is safe,
         # because reads and removals can be repeated and appends are numbered.
