@@ -32,13 +32,15 @@ class TestErasure:
         for engine in (0, 1):
             server.say(ada, secret, engine=engine)
         server.say(bob, other)
-        server.say(server.identity(ADA, "two"), TEXT)
+        two = server.identity(ADA, "two")
+        server.say(two, TEXT)
         assert all(server.draws_on(ada, secret, engine) for engine in (0, 1))
         server.wait(lambda: str(ada.session) in record.read_text())
         database = tmp_path / "log.db"
         coded = coded_text(database, ada)
         assert stored(database, coded) and stored(database, str(ada.session))
         server.start("running", ada, [9], [8, 7])
+        server.start("of another", two, [9], [8, 7])
         answer = server.erase(ADA, "fix-42")
         assert (answer.status_code, answer.json()["complete"]) == (200, True), answer.text
         assert not stored(database, coded)
@@ -46,13 +48,15 @@ class TestErasure:
         assert {step["session_key"] for step in steps} >= {None, bob.session}
         assert str(ada.session) not in record.read_text()
         assert not any(server.drafts(ada, secret, engine) for engine in (0, 1))
-        assert server.draws_on(bob, other) and server.draws_on(server.identity(ADA, "two"))
+        assert server.draws_on(bob, other) and server.draws_on(two)
         assert server.call(ADA, "GET", "fix-42").status_code == 404
         assert (server.listed(ADA), server.listed(BOB)) == (["two"], ["fix-42"])
         states = {state.request_id: state.identity for state in server.engines[0]._sessions._states()}
         assert (states["running"].session, states["running"].session_name) == (None, None)
+        assert (states["of another"].session, states["of another"].session_name) == (two.session, "two")
         server.end("running", 2)  # keeps nothing
-        server.say(server.identity(ADA, "two"), TEXT)
+        server.end("of another", 0)
+        server.say(two, TEXT)
         assert server.listed(ADA) == ["two"]
         assert server.erase(ADA, "fix-42").status_code == 200  # erased already
         server.say(ada, secret)

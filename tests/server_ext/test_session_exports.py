@@ -245,11 +245,21 @@ class TestExportAndImport:
 
     def test_a_long_session_comes_in_parts(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("agentspec.server_ext.session_admin._PART_BYTES", 1000)
+        poll, parts = session_admin.SessionAdmin.poll, list[list[bytes]]()
+
+        def polled(admin: session_admin.SessionAdmin, job: str) -> dict[str, Any]:
+            answer = poll(admin, job)
+            parts.append(answer.get("value", []))
+            return answer
+
         server = start(ADA)
         for number in range(30):
             server.say(server.identity(ADA, "one"), [number, *TEXT])
+        monkeypatch.setattr(session_admin.SessionAdmin, "poll", polled)
         turns = server.call(ADA, "GET", "one").json()["turns"]
         assert [turn["response"][0] for turn in turns] == list(range(30))
+        payloads = [payload for part in parts for payload in part]
+        assert max(sum(map(len, part)) for part in parts) < 1000 + max(map(len, payloads))
 
     def test_goes_on_after_its_next_part_was_refused(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         server = start(ADA, engines=1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentspec.addresses import is_loopback
-from agentspec.cache.store import RecordReader, Store
+from agentspec.cache.store import NewEntry, RecordReader, Store
 from agentspec.server_ext import session_admin
 from agentspec.server_ext.api import session_routes
 
@@ -47,6 +47,19 @@ def test_the_list_is_of_one_tenant_and_of_as_many_as_are_asked_for(
         answer: dict[str, Any] = {}
         server.wait(lambda answer=answer: answer.update(admin.poll("job")) or "value" in answer)  # type: ignore[misc]
         assert len(answer["value"]) == count
+
+
+def test_turns_without_a_session_and_sessions_without_a_turn_are_not_listed(start: Start) -> None:
+    """The store keeps all turns without a session under one empty key, whoever said them."""
+    server = start(ADA, engines=1, tenant="acme")
+    ada = server.identity(ADA, "one")
+    server.say(ada)
+    server.say(replace(ada, session=None, session_name=None))
+    persistence = server.engines[0]._persistence
+    log = persistence.logs.of(ada.tenant)
+    persistence._store.append(log, [NewEntry("unreadable", b"of a later release")])
+    assert {usage.session for usage in persistence._store.sessions(log)} == {ada.session, "", "unreadable"}
+    assert server.listed(ADA) == server.listed(ADMIN) == ["one"]
 
 
 def test_pages_hold_each_session_once(start: Start) -> None:

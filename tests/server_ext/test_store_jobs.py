@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -230,6 +231,20 @@ def test_answers_that_nobody_fetches_are_bounded_for_all_callers_together(
     assert "error" in admin.begin("e", "e", "tenants", "s")
     monkeypatch.setattr(session_admin, "_ABANDONED_SECONDS", -1.0)  # all who asked are gone
     assert admin.begin("e", "e", "tenants", "s") == {}
+    persistence.close()
+
+
+def test_an_unexpected_error_is_logged_and_its_text_is_not_told(
+    store: FlakyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The text may quote anything, for example what somebody said."""
+    monkeypatch.setattr(store, "namespaces", Mock(side_effect=ValueError("a secret")))
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
+    admin = SessionAdmin(persistence, lambda: ())
+    assert admin.begin("job", None, "tenants", "s") == {}
+    wait_until(lambda: persistence.stats()["jobs"] == 0)
+    assert admin.poll("job") == {"error": "failed", "message": "ValueError"}
+    assert "a job on a session failed" in caplog.text and "a secret" in caplog.text
     persistence.close()
 
 

@@ -18,6 +18,8 @@ from agentspec.cache.store import (
     check_layout,
     open_store,
 )
+from agentspec.cache.store.redis_layout import Layout
+from agentspec.cache.store.redis_shard import ENTRY_BYTES
 from agentspec.errors import StoreError, StoreVersionError
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import free_port
@@ -104,6 +106,23 @@ def test_an_empty_log_goes_on_behind_its_last_entry_when_the_clock_was_set_back(
     future = 32_503_680_000_000  # the year 3000
     raw(store).hset(f"{{agentspec:{NS}}}:3:usage", "last", f"{future}-7")
     assert store.append(NS, [NewEntry("a", b"1")]) == [f"{future:020}-{8:020}"]
+
+
+def test_a_log_without_its_sizes_goes_on_behind_its_last_entry_when_the_clock_was_set_back(store: RedisStore) -> None:
+    """The server evicted the sizes. Otherwise it would write a part of each batch, and refuse the rest."""
+    future = 32_503_680_000_000  # the year 3000
+    raw(store).xadd(f"{{agentspec:{NS}}}:3:log", {"s": "evicted", "b": 1}, id="1-1")
+    raw(store).xadd(f"{{agentspec:{NS}}}:3:log", {"s": "evicted", "b": 1}, id=f"{future}-7")
+    entries = [NewEntry("a", b"1"), NewEntry("b", b"2")]
+    assert store.append(NS, entries) == [f"{future:020}-{count:020}" for count in (8, 9)]
+
+
+def test_each_release_looks_for_a_session_in_the_same_shard() -> None:
+    """Otherwise an erasure would not find what an earlier release has written."""
+    layout = Layout("agentspec", 16)
+    assert [layout.place_of(name) for name in ("", "a", "b", "ünïcode", "\udcff")] == [None, 3, 9, 10, 7]
+    assert layout.tags(NS, 3) == [f"{{agentspec:{NS}:3}}:3:"]
+    assert Layout("agentspec", 1).tags(NS) == [f"{{agentspec:{NS}}}:3:"]
 
 
 @pytest.mark.parametrize(
@@ -217,3 +236,25 @@ def test_a_session_that_goes_on_after_it_expired_counts_as_what_it_still_holds(s
         assert [entry.payload for entry in store.read(NS, session="a")] == [b"new"]
     assert store.trim(Retention(records=0)) == Trimmed(1, True)
     assert (store.usage(), store.sessions(NS)) == (Usage(0, 0), [])
+
+
+def test_trimming_does_not_count_as_using_a_session(store: RedisStore) -> None:
+    store.append(NS, [NewEntry("a", b"1"), NewEntry("a", b"2")])
+    (before,) = store.sessions(NS)
+    time.sleep(0.002)
+    assert store.trim(Retention(records=1)).records == 1
+    (after,) = store.sessions(NS)
+    assert (after.records, after.bytes, after.used) == (1, 1, before.used)
+
+
+def test_tombstones_count_once_until_they_are_trimmed(store: RedisStore) -> None:
+    store.append(NS, [NewEntry("a", b"1")])
+    for _ in range(3):
+        store.erase_session(NS, "a")
+    store.erase_session(NS, "b")
+    tombstones = list(store.read(NS))
+    assert len(tombstones) == store.usage().records == 2
+    assert store.usage().bytes == sum(len(entry.payload) + ENTRY_BYTES for entry in tombstones)
+    while store.trim(Retention(records=0)).more:
+        pass
+    assert store.usage() == Usage(0, 0)

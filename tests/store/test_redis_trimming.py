@@ -55,11 +55,23 @@ def test_payloads_expire_after_the_retention_if_nobody_trims_them(store: RedisSt
         assert raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") == -1
     for key in ("s:a", "g:g"):
         assert 2.9 < raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") / 86_400_000 <= 3
+    assert 0.9 < raw(store).pttl(f"{{agentspec:{NS}}}:3:w:{store._writer}") / 3_600_000 <= 1
     raw(store).delete(f"{{agentspec:{NS}}}:3:s:a")  # expired before the log was trimmed
     store.append(NS, [NewEntry("b", b"2")])
     assert store.trim(Retention(records=1)) == Trimmed(1, more=True)
     assert store.usage().records == 1
     assert [usage.session for usage in store.sessions(NS)] == ["b"]
+
+
+def test_age_takes_nothing_newer_though_it_lies_beside_something_older(store: RedisStore) -> None:
+    usage = f"{{agentspec:{NS}}}:3:usage"
+    store.append(NS, [NewEntry("s", b"old")])
+    raw(store).hset(usage, "last", "32503680000000-0")  # the year 3000
+    store.append(NS, [NewEntry("s", b"new")])
+    raw(store).hset("{agentspec:other}:3:usage", "last", "32535216000000-0")
+    store.append("other", [NewEntry("s", b"newer")])
+    assert store.trim(Retention(days=0.0)) == Trimmed(1, True)
+    assert [entry.payload for entry in store.read(NS)] == [b"new"]
 
 
 def calls(store: RedisStore, what: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -293,6 +305,49 @@ def test_logs_are_trimmed_while_an_erasure_cannot_be_ended_because_a_node_is_awa
     monkeypatch.undo()
     assert store.trim(Retention(records=1)) == Trimmed(0, False)
     assert store._index.doomed() is None
+
+
+def test_a_node_that_is_away_is_tried_once_in_a_slice_and_told_of_if_nothing_could_be_removed(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("away-1", "away-2", "here"):
+        store.append(name, [NewEntry("s", b"x")] * 2)
+        time.sleep(0.002)  # Redis knows milliseconds
+    tried, trim = list[str](), RedisShard.trim
+
+    def half_away(shard: RedisShard, *limits: Any) -> Any:
+        tried.append(shard.name)
+        if shard.name.startswith("away"):
+            raise StoreUnavailableError("this node does not answer")
+        return trim(shard, *limits)
+
+    monkeypatch.setattr(RedisShard, "trim", half_away)
+    monkeypatch.setattr(store._client, "part", lambda tag: tag[:15])
+    assert store.trim(Retention(days=0.0)) == Trimmed(2, True)
+    assert tried == ["away-1/0", "here/0"]
+    with pytest.raises(StoreUnavailableError, match="does not answer"):
+        store.trim(Retention(days=0.0))
+
+
+def test_a_log_to_which_another_process_appends_while_it_is_taken_off_the_list_stays_on_it(
+    store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its sessions could not be listed, and nothing would trim it."""
+    monkeypatch.setattr(redis_index, "_AUDIT_SECONDS", 0.0)
+    store.append(NS, [NewEntry("s", b"x")])
+    while store.trim(Retention(records=0)).more:
+        pass
+    monkeypatch.setattr("agentspec.cache.store.redis_shard.IDLE_SECONDS", -1)  # as if a day later
+    remove = LogIndex.remove
+    with closing(open_store(server.url)) as other:
+
+        def late(index: LogIndex, namespace: str) -> None:
+            other.append(NS, [NewEntry("s", b"y")])
+            remove(index, namespace)
+
+        monkeypatch.setattr(LogIndex, "remove", late)
+        store.trim(Retention())
+    assert store.namespaces() == [NS]
 
 
 def test_the_index_has_the_last_appends_of_a_store_that_was_closed(store: RedisStore, server: RedisServer) -> None:

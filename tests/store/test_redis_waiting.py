@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -92,16 +93,17 @@ def test_a_notice_ends_a_wait_between_two_looks(store: RedisStore, server: Redis
     assert store.wait(cursors, 0.05) == []
     calls.asked.clear()
     with closing(open_store(server.url)) as writer:
-        for number in range(2):
+        append, erase = partial(writer.append, NS, [NewEntry("a", b"1")]), partial(writer.erase_session, NS, "a")
+        for change, left in ((append, 1), (append, 2), (erase, 1)):
             begin = time.monotonic()
-            later = threading.Timer(0.2, lambda: writer.append(NS, [NewEntry("a", b"1")]))
+            later = threading.Timer(0.2, change)
             later.start()
             assert store.wait(cursors, 60) == [NS]
             later.join()
             assert 0.1 < time.monotonic() - begin < 30
             assert set(calls.asked) == {NS}, "the other log was quiet and need not be asked for"
             cursors[NS] = store.newest(NS)
-            assert len(list(store.read(NS))) == number + 1
+            assert len(list(store.read(NS))) == left
 
 
 def test_an_entry_whose_notice_was_lost_ends_a_wait(store: RedisStore) -> None:
