@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 _DEEPEST = 200  # most levels of a message, because recursive functions copy and encode it
 
-MessageLike: TypeAlias = Mapping[str, object] | ChatCompletionMessage
-"""One chat message: a dict in the API's form, or the OpenAI client's message object."""
+MessageLike: TypeAlias = Mapping[str, object] | pydantic.BaseModel
+"""One chat message: a dict in the API's form, or a pydantic object, such as the OpenAI client's message."""
 
 Content: TypeAlias = str | MessageLike | Sequence[MessageLike]
 """The content of chat(): a string (one user message), one message, or several."""
@@ -29,7 +29,7 @@ def as_messages(content: Content) -> list[dict[str, Any]]:
     """
     if isinstance(content, str):
         return [as_message({"role": "user", "content": content})]
-    if isinstance(content, Mapping | ChatCompletionMessage):
+    if isinstance(content, Mapping | pydantic.BaseModel):
         return [as_message(content)]
     if isinstance(content, Sequence) and content:
         return [as_message(item) for item in content]
@@ -45,12 +45,13 @@ def as_message(message: object) -> dict[str, Any]:
     """
     if isinstance(message, ChatCompletionMessage):
         return assistant_message(message)
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+    fields = _fields(message) if isinstance(message, pydantic.BaseModel) else message
+    if not isinstance(fields, Mapping) or not isinstance(fields.get("role"), str):
         raise InvalidInputError(
-            f"message: a dict with a 'role' is needed, not {shown(message)};"
+            f"message: a dict or a pydantic object with a 'role' is needed, not {shown(message)};"
             ' content parts go inside one: {"role": "user", "content": [...]}'
         )
-    return {str(key): _plain(value) for key, value in message.items()}
+    return {str(key): _plain(value) for key, value in fields.items()}
 
 
 def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
@@ -126,8 +127,26 @@ def _plain(value: object, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(part, depth + 1) for part in value]
     if isinstance(value, pydantic.BaseModel):
-        return _plain(value.model_dump(mode="json", exclude_unset=True), depth + 1)
-    raise InvalidInputError(
+        return _plain(_fields(value), depth + 1)
+    raise _no_json(value)
+
+
+def _fields(value: pydantic.BaseModel) -> dict[str, Any]:
+    """Return a pydantic object's fields as JSON has them, without those that are None by default.
+
+    Other defaults stay, because a class of messages may give its role, and a class of parts its type, by default.
+    """
+    try:
+        return {
+            **value.model_dump(mode="json", exclude_unset=True),
+            **value.model_dump(mode="json", exclude_none=True),
+        }
+    except ValueError as error:  # a field holds something that pydantic cannot write
+        raise _no_json(value) from error
+
+
+def _no_json(value: object) -> InvalidInputError:
+    return InvalidInputError(
         f"message: {shown(value)} has no form in JSON; give text, numbers, lists and dicts (an image as a data: URL)"
     )
 

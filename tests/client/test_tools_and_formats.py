@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from agentspec import AgentClient, AsyncAgentClient, InvalidInputError
 
@@ -20,8 +20,8 @@ RUN: dict[str, Any] = {
 CALL = {"id": "call-1", "type": "function", "function": {"name": "run_tests", "arguments": "{}"}}
 
 
-def connect(server: FakeServer) -> AgentClient:
-    return AgentClient(base_url=server.url, model="small", store=None, max_retries=0)
+def connect(server: FakeServer, **options: Any) -> AgentClient:
+    return AgentClient(**{"base_url": server.url, "model": "small", "store": None, "max_retries": 0, **options})
 
 
 def test_a_tool_call_is_kept_and_answered(plain_server: FakeServer) -> None:
@@ -55,6 +55,54 @@ def test_openai_messages_can_be_added(plain_server: FakeServer) -> None:
         session.add({"role": "user", "content": "Fix it."})
         session.add(reply.raw.choices[0].message)
         assert session.chat({"role": "tool", "tool_call_id": "call-1", "content": "ok"}).text == "answer 2"
+
+
+class Part(BaseModel):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Message(BaseModel):
+    role: Literal["user", "assistant"] = "user"
+    content: list[Part] | str | None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+def test_pydantic_objects_can_be_messages(plain_server: FakeServer) -> None:
+    """The OpenAI client takes them, too, but leaves out a role or type that is a default."""
+    parts = [{"type": "text", "text": "Fix it."}]
+    call = {"id": "call-1", "type": "function", "function": {"name": "run", "arguments": "{}"}}
+    with connect(plain_server, store="auto") as client:
+        session = client.session("s")
+        session.chat(Message(content="Fix it."))
+        session.chat([Message(content=[Part(text="Fix it.")]), {"role": "user", "content": [Part(text="Fix it.")]}])
+        session.add(Message(role="assistant", content=None, tool_calls=[call]))
+        session.tool_result("call-1", "done")
+        session.chat()
+    sent = plain_server.chats[2].body["messages"]
+    assert sent[0] == {"role": "user", "content": "Fix it."}
+    assert sent[2] == sent[3] == {"role": "user", "content": parts}
+    assert sent[5] == {"role": "assistant", "content": None, "tool_calls": [call]}
+    with connect(plain_server, store="auto") as client:
+        assert client.session("s").messages[:-1] == sent
+
+
+class Holder(BaseModel):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    role: str = "user"
+    content: Any
+
+
+@pytest.mark.parametrize("content", [object(), "caf\udce9"])
+def test_a_pydantic_object_that_json_cannot_carry_is_refused(server: FakeServer, content: object) -> None:
+    with connect(server) as client:
+        session = client.session("s")
+        with pytest.raises(InvalidInputError, match=r"^message: "):
+            session.add(Holder(content=content))
+        with pytest.raises(InvalidInputError, match="a pydantic object with a 'role' is needed, not Part"):
+            session.add(Part(text="hello"))
+        assert session.messages == []
 
 
 def test_messages_need_a_role_and_results_a_call(server: FakeServer) -> None:
