@@ -107,8 +107,8 @@ class ClientBase(Generic[OpenAIT]):
     def _finish_call(self, call: Call, turn: Turn, raw: ChatCompletion) -> Reply[Any]:
         """Read the answer to a call, add it to its session, and note it for forecasts and the record."""
         reply = read_reply(raw, call.session, call.answer_class)
-        turn.commit(reply.message)
-        self._forecaster.note(call.session, call.group, turn.messages, reply, call.resumed)
+        *sent, answer = turn.commit(reply.message)
+        self._forecaster.note(call.session, call.group, sent, reply, call.resumed, answer)
         if self._record is not None:
             self._record.add(reply, call.parent, time.monotonic() - call.begin)
         return reply

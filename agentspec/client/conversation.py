@@ -26,10 +26,13 @@ _MOST_CALLS = 5
 
 
 class Turn(NamedTuple):
-    """Hold one call: the messages to send, and the function that stores the assistant's answer."""
+    """Hold one call: the messages to send, and the function that stores the answer and returns the whole history.
+
+    The history's messages must not be changed.
+    """
 
     messages: list[dict[str, Any]]
-    commit: Callable[[dict[str, Any]], None]
+    commit: Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Gap(NamedTuple):
@@ -321,11 +324,12 @@ class Conversation:
         self.resumed = len(self._history)
         self._unsaved.discard(self)
 
-    def _commit(self, messages: Sequence[dict[str, Any]], answerer: object) -> None:
+    def _commit(self, messages: Sequence[dict[str, Any]], answerer: object) -> list[dict[str, Any]]:
         with self._guard:
             self._append(messages)
             if answerer is not None and messages[-1].get("tool_calls"):
                 self._holder = self._answerer = answerer
+            return [message for _, message in self._history]
 
     def _append(self, messages: Sequence[dict[str, Any]]) -> None:
         said = [Said(self._next_position + i, message) for i, message in enumerate(copy.deepcopy(list(messages)))]

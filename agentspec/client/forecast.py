@@ -30,7 +30,8 @@ _MAX_BYTES = 64 << 20  # memory of the cache
 _MAX_SESSIONS = 4_096
 _MAX_PENDING_BYTES = 64 << 20  # memory of the calls since the last forecast
 _MAX_TEXT_BYTES = 64 << 20  # memory of the texts whose tokens are remembered
-_CALL_BYTES = 1_000  # memory of a call besides its text
+_CALL_BYTES = 1_000  # memory of a call besides its messages
+_MESSAGE_BYTES = 240  # memory of a message besides its text
 _REFERENCE_BYTES = 8  # memory of each entry in a list of messages
 _PIECE = re.compile(r"[^\S\r\n]?[^\W\d_]{1,5}|\d{1,3}|[^\S\r\n]?[^\s\w]{1,3}|_|[\r\n]+|[^\S\r\n]+")
 _MAX_TOKEN_ID = 2**31 - 1
@@ -94,7 +95,7 @@ class _PendingCall:
     """Hold one model call that was not replayed yet.
 
     sent: its messages, of which the first `resumed` came from the store. tokens: token ids of prompt and answer, if the
-    server sent them. measured: the server's own figures. size: about the bytes of memory that only this object holds.
+    server sent them. measured: the server's own figures. size: about the bytes that it takes without its messages.
     """
 
     session: str
@@ -105,6 +106,54 @@ class _PendingCall:
     tokens: tuple[Int32Array, Int32Array] | None
     measured: Speculation | None
     size: int
+
+
+class _PendingCalls(deque[_PendingCall]):
+    """Hold calls, oldest first, and count their memory. They are added and removed by the methods below only.
+
+    bytes: about the memory that they take if nothing else holds their messages, which is so once their sessions are no
+    longer used. A message counts once, however many calls share it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._shared: dict[int, tuple[int, int]] = {}  # by a message's id(): the calls that have it, and its bytes
+
+    def append(self, call: _PendingCall) -> None:
+        """Add a call."""
+        super().append(call)
+        self.bytes += call.size
+        for message in (*call.sent, call.answer):
+            uses, size = self._shared.get(id(message), (0, 0))
+            if not uses:
+                size = _MESSAGE_BYTES + _bytes_of(message)
+                self.bytes += size
+            self._shared[id(message)] = uses + 1, size
+
+    def popleft(self) -> _PendingCall:
+        """Remove the oldest call, and return it."""
+        call = super().popleft()
+        self._uncount(call)
+        return call
+
+    def discard(self, sessions: set[str]) -> None:
+        """Remove the calls of these sessions."""
+        kept = [call for call in self if call.session not in sessions]
+        for call in self:
+            if call.session in sessions:
+                self._uncount(call)
+        self.clear()
+        self.extend(kept)
+
+    def _uncount(self, call: _PendingCall) -> None:
+        self.bytes -= call.size
+        for message in (*call.sent, call.answer):
+            uses, size = self._shared.pop(id(message), (1, 0))  # Ctrl-C may have cut off the counting
+            if uses > 1:
+                self._shared[id(message)] = uses - 1, size
+            else:
+                self.bytes -= size
 
 
 class Forecaster:
@@ -129,8 +178,7 @@ class Forecaster:
         self._texts = _TokenisedTexts(encode if callable(encode) else approximate_tokens)
         self._max_bytes = max_bytes
         self._noting = threading.Lock()  # guards `_pending`; never held during a replay, which takes seconds
-        self._pending: deque[_PendingCall] = deque()
-        self._pending_bytes = 0
+        self._pending = _PendingCalls()
         self._replaying = threading.Lock()  # guards everything else
         self._cache: SuffixCache | None = None
         self._replayed = 0
@@ -143,27 +191,25 @@ class Forecaster:
         sent: Sequence[Mapping[str, Any]],
         reply: Reply[Any],
         resumed: int = 0,
+        answer: Mapping[str, Any] | None = None,
     ) -> None:
-        """Remember a call until the next forecast. sent: its messages. resumed: how many of them came from the store.
+        """Remember a call until the next forecast. Never raises.
 
-        Takes some microseconds, and never raises.
+        sent: its messages. resumed: how many of them came from the store. answer: the reply's message as the session
+        holds it. Give the session's own objects, so that each message of a session counts once.
         """
+        answer = answer or reply.message
         tokens = None
+        size = _CALL_BYTES
         if self.tokens_from == "server":
             tokens, sent = _server_tokens(reply), ()
-            size = _CALL_BYTES + sum(part.nbytes for part in tokens or ())
-        else:
-            size = _CALL_BYTES + _REFERENCE_BYTES * len(sent) + _bytes_of(reply.message)
-            for message in reversed(sent):
-                if session is not None and message["role"] == "assistant":
-                    break  # the session holds this text
-                size += _bytes_of(message)
-        call = _PendingCall(session or "", group, sent, resumed, reply.message, tokens, reply.speculation, size)
+            size += sum(part.nbytes for part in tokens or ())
+        size += _REFERENCE_BYTES * len(sent)
+        call = _PendingCall(session or "", group, sent, resumed, answer, tokens, reply.speculation, size)
         with self._noting:
             self._pending.append(call)
-            self._pending_bytes += size
-            while self._pending_bytes > self._max_bytes:
-                self._pending_bytes -= self._pending.popleft().size
+            while self._pending.bytes > self._max_bytes:
+                self._pending.popleft()
 
     def forecast(self, session: str, group: str | None, resumed: Sequence[Mapping[str, Any]]) -> Forecast:
         """Return the forecast of a session. resumed: the messages that came from the store. Takes CPU time."""
@@ -187,8 +233,7 @@ class Forecaster:
         gone = set(sessions)
         with self._replaying:
             with self._noting:
-                self._pending = deque(call for call in self._pending if call.session not in gone)
-                self._pending_bytes = sum(call.size for call in self._pending)
+                self._pending.discard(gone)
             self._texts.clear()
             for session in gone:
                 self._sessions.pop(session, None)
@@ -202,7 +247,6 @@ class Forecaster:
                 if not self._pending:  # calls that were noted meanwhile have pushed out all that waited
                     return
                 call = self._pending.popleft()
-                self._pending_bytes -= call.size
             self._replay_call(call)
 
     def _replay_call(self, call: _PendingCall) -> None:

@@ -159,7 +159,7 @@ def test_memory_stays_within_its_limits() -> None:
     assert limit / 4 < sum(len(said.sent[0]["content"]) for said in forecaster._pending) <= limit
     assert forecaster.forecast(f"s{i}", None, []).calls == 1
     assert forecaster.forecast("s1", None, []).calls == 0, "forgotten, but no error"
-    assert not forecaster._pending and forecaster._pending_bytes == 0
+    assert not forecaster._pending and forecaster._pending.bytes == 0
     for i in range(5_000):
         forecaster.forecast(f"other {i}", None, [])
     assert len(forecaster._sessions) <= 4_096
@@ -192,13 +192,40 @@ def test_the_history_that_a_session_holds_is_counted_once() -> None:
 
 def test_long_histories_of_short_messages_are_counted() -> None:
     """Each call lists all messages before it, so their number grows with its square."""
-    limit = 1_000_000
+    limit = 2_000_000
     forecaster = Forecaster(None, max_bytes=limit)
     sent: list[dict[str, Any]] = []
     for _ in range(1_500):
         sent += [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
         forecaster.note("s", None, list(sent), short_reply())
     assert limit / 2 < sum(sys.getsizeof(said.sent) for said in forecaster._pending) <= limit
+
+
+def test_the_histories_of_sessions_that_are_no_longer_used_are_counted() -> None:
+    """A service that resumes a long session for each request would hold its text once for each of them."""
+    limit = 1_000_000
+    resumed, tagged = Forecaster(None, max_bytes=limit), Forecaster(None, max_bytes=limit)
+    for i in range(10 * limit // 30_000):
+        history = [{"role": "assistant", "content": f"{i} " + "go " * 10_000}]
+        resumed.note("s", None, [*history, {"role": "user", "content": "go"}], short_reply(), len(history))
+        tagged.note(f"s{i}", None, [*history, {"role": "user", "content": "go"}], short_reply())
+    for forecaster in (resumed, tagged):
+        held = {id(said): len(said["content"]) for call in forecaster._pending for said in call.sent}
+        assert limit / 2 < sum(held.values()) <= limit
+        forecaster.forget({call.session for call in forecaster._pending})
+        assert forecaster._pending.bytes == 0 and not forecaster._pending
+
+
+def test_a_message_counts_once_for_the_calls_of_its_session(plain_server: FakeServer) -> None:
+    text = "go " * 10_000
+    with connect(plain_server) as client:
+        session = client.session("s")
+        for _ in range(20):
+            session.chat(text)
+        pending = client._forecaster._pending
+        assert 20 * len(text) < pending.bytes < 21 * len(text) + 20 * 3_000
+        session.clear()
+        assert pending.bytes == 0
 
 
 def test_remembered_texts_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
