@@ -144,9 +144,11 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
     message = getattr(choice, "message", None)
     if message is None:
         raise AgentSpecError(f"the server's answer {raw.id!r} has no message; its log should say why")
+    ids = set[str]()
     for call in message.tool_calls or ():
-        if not getattr(call, "id", None):  # some servers send no id; the tool's answer needs one
-            call.id = f"call-{uuid.uuid4().hex}"
+        if not getattr(call, "id", None) or call.id in ids:  # some servers send no ids, or the tool's name as each id
+            call.id = f"call-{uuid.uuid4().hex}"  # the tool's answer needs one of its own
+        ids.add(call.id)
     parsed = getattr(message, "parsed", None)  # a streamed message has none
     text = content_text(message.content)
     if parsed is None and model_class is not None and text and not (message.refusal or message.tool_calls):

@@ -82,8 +82,8 @@ def test_a_tool_call_without_type_or_arguments_is_run(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("name", [{"id": ""}, {"id": None}, {}])
-def test_a_tool_call_without_an_id_gets_one(
+@pytest.mark.parametrize("name", [{"id": ""}, {"id": None}, {}, {"id": "now"}])
+def test_a_tool_call_without_an_id_of_its_own_gets_one(
     client: AgentClient, plain_server: FakeServer, name: dict[str, Any], streamed: bool
 ) -> None:
     call = {"type": "function", "function": {"name": "now", "arguments": "{}"}, **name}
