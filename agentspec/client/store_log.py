@@ -22,19 +22,24 @@ FLUSH_TIMEOUT_S = 2.0
 ROOM_TIMEOUT_S = 30.0
 RETENTION = Retention(days=365, bytes=2 << 30)
 """Limits of the default store. Beyond them whole sessions are erased, least recently used first."""
+_TRIM_PAUSE_S = 3_600.0  # between two looks at the limits
 
 
 class StoreLog(SessionLog):
-    """Keep messages in a store. Opens the store on first use, and closes it unless the caller opened it."""
+    """Keep messages in a store. Opens the store on first use, and closes it unless the caller opened it.
+
+    trimmed: whether to keep the store within RETENTION while it is open.
+    """
 
     keeps = True
 
-    def __init__(self, store: Store | Callable[[], Store], *, owned: bool = True) -> None:
+    def __init__(self, store: Store | Callable[[], Store], *, owned: bool = True, trimmed: bool = False) -> None:
         self._open = store if callable(store) else None
         self._store = None if callable(store) else store
-        self._owned = owned
+        self._owned, self._trimmed = owned, trimmed
         self._lock = threading.Lock()
         self._closed = False
+        self._ended = threading.Event()  # tells the trimming thread
         self._outbox = Outbox(self._opened)
 
     @classmethod
@@ -42,7 +47,7 @@ class StoreLog(SessionLog):
         """Return the log for a store, a URL or "auto". Raises StoreURLError and StoreError for a URL."""
         if not isinstance(store, str):
             return cls(store, owned=False)
-        return cls(_open_default if store == "auto" else open_store(store))
+        return cls(_open_default, trimmed=True) if store == "auto" else cls(open_store(store))
 
     def read(self, session: str) -> Stored:
         # This process may have queued messages of the session just before it resumes it.
@@ -90,6 +95,7 @@ class StoreLog(SessionLog):
 
     def close(self) -> None:
         self._outbox.close(FLUSH_TIMEOUT_S)
+        self._ended.set()
         with self._lock:
             self._closed = True
             store, self._store = self._store, None
@@ -102,25 +108,35 @@ class StoreLog(SessionLog):
                 raise StoreError("the client is closed")
             if self._store is None and self._open is not None:
                 self._store = self._open()
+                if self._trimmed:
+                    arguments = (self._store, self._ended)
+                    threading.Thread(
+                        target=_keep_trimmed, args=arguments, name="agentspec-retention", daemon=True
+                    ).start()
             assert self._store is not None
             return self._store
 
 
 def _open_default() -> Store:
     try:
-        store = open_store(default_store_url("sessions.db"))
+        return open_store(default_store_url("sessions.db"))
     except StoreError as error:
         raise type(error)(
             f"{error}; store=None keeps sessions in memory only, store= or XDG_DATA_HOME names another place"
         ) from error
-    threading.Thread(target=_trim, args=(store,), name="agentspec-retention", daemon=True).start()
-    return store
+
+
+def _keep_trimmed(store: Store, ended: threading.Event) -> None:
+    """Trim the store now, and again after each pause, because a process may run for months."""
+    _trim(store)
+    while not ended.wait(_TRIM_PAUSE_S):
+        _trim(store)
 
 
 def _trim(store: Store) -> None:
     try:
         erased = trim_sessions(store, NAMESPACE, RETENTION)
-    except StoreError as error:  # the next client tries again
+    except StoreError as error:  # the next attempt may succeed
         logger.debug("agentspec: the session store could not be trimmed: %s", error)
         return
     if erased:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -263,3 +264,20 @@ def test_the_default_store_erases_whole_sessions_that_were_not_used_for_long(
         store.close()
         assert client.session("old").messages == []
         assert client.session("old").gaps == []
+
+
+def test_the_default_store_stays_within_its_limits_while_a_client_runs(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service runs for months, and may be the only client of its store."""
+    monkeypatch.setattr("agentspec.client.store_log._TRIM_PAUSE_S", 0.05)
+    with AgentClient(base_url=server.url, model="small") as client:
+        for name in ("old", "new"):
+            client.session(name).chat("one")
+        client.session("new").chat("two")
+        store = open_store(default_store_url("sessions.db"))
+        assert len(store.sessions(NAMESPACE)) == 2
+        monkeypatch.setattr("agentspec.client.store_log.RETENTION", Retention(records=5))
+        wait_until(lambda: len(store.sessions(NAMESPACE)) == 1)
+        store.close()
+    wait_until(lambda: all(thread.name != "agentspec-retention" for thread in threading.enumerate()))
