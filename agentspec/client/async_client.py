@@ -126,6 +126,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         """
         if reply.speculation is None:
             self._refuse_if_unusable()
+            self._refuse_in_another_loop()
         if reply.speculation is not None or (path := self._requests.counts_path(reply)) is None:
             return reply.speculation
         return read_speculation(await self._ask(path))
@@ -276,6 +277,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
     async def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
         """Erase all messages, as Session.clear() does."""
         self._client._refuse_if_unusable()
+        self._client._refuse_in_another_loop()
         with self._conversation.reserved():
             with remedies_noted(self._client.openai):
                 await self._client._erase(self._conversation, cache_salts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import threading
 from typing import Any
@@ -19,6 +20,7 @@ from agentspec import (
     AsyncReplyStream,
     AsyncSession,
     InvalidSessionError,
+    Reply,
     ReplyStream,
     Session,
     SessionBusyError,
@@ -170,6 +172,11 @@ async def test_failures_leave_the_history_and_retries_are_openais(server: FakeSe
         assert len(session.messages) == 2
 
 
+async def own_chat(server: FakeServer) -> Reply[None]:
+    async with connect(server) as client:
+        return await client.chat("one")
+
+
 def test_a_client_is_refused_in_another_event_loop(server: FakeServer) -> None:
     """Otherwise calls would fail with "Event loop is closed", by a connection of the earlier loop."""
     client = connect(server)
@@ -179,6 +186,28 @@ def test_a_client_is_refused_in_another_event_loop(server: FakeServer) -> None:
         with pytest.raises(AgentSpecError, match=r"make a client in each asyncio\.run"):
             asyncio.run(session.chat("two"))
     assert len(session.messages) == 2
+    unmeasured = asyncio.run(own_chat(server))
+    for call in (session.clear, functools.partial(client.speculation, unmeasured)):
+        with pytest.raises(AgentSpecError, match=r"make a client in each asyncio\.run"):
+            asyncio.run(call())
+    assert len(session.messages) == 2 and server.erased == []
+
+
+async def test_a_stream_is_read_by_one_task_at_a_time(server: FakeServer) -> None:
+    async with connect(server) as client:
+        session = client.session("s")
+        server.hold = threading.Event()
+        stream = session.stream("one")
+        reader = asyncio.create_task(stream.until_done())
+        while not server.chats:
+            await asyncio.sleep(0.01)
+        for other in (stream.until_done, stream.close, lambda: anext(stream)):
+            with pytest.raises(AgentSpecError, match=r"another task is reading the stream.* cancel\(\)"):
+                await other()
+        server.hold.set()
+        assert (await reader).text == "answer 1"
+        await stream.close()
+        assert (await session.chat("two")).text == "answer 2"
 
 
 async def test_a_cancelled_call_frees_the_session(server: FakeServer) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -12,6 +14,7 @@ from pydantic import BaseModel
 
 from agentspec import AgentClient, AgentSpecError, InvalidInputError, SessionBusyError
 from agentspec.client.reply import StreamedAnswer, read_reply
+from tests.store.helpers import wait_until
 
 from .fake_server import FakeServer
 
@@ -76,6 +79,22 @@ def test_a_stream_left_early_leaves_the_session_as_it_was(server: FakeServer) ->
         gc.collect()
         assert session.chat("two").text == "answer 3"
         assert len(session.messages) == 2
+
+
+def test_a_stream_is_read_by_one_thread_at_a_time(server: FakeServer) -> None:
+    with connect(server) as client, ThreadPoolExecutor(1) as pool:
+        session = client.session("s")
+        server.hold = threading.Event()
+        stream = session.stream("one")
+        reader = pool.submit(stream.until_done)
+        wait_until(lambda: bool(server.chats))
+        for other in (stream.until_done, stream.close, lambda: next(stream)):
+            with pytest.raises(AgentSpecError, match=r"another thread is reading the stream.* flag"):
+                other()
+        server.hold.set()
+        assert reader.result(60).text == "answer 1"
+        stream.close()
+        assert session.chat("two").text == "answer 2"
 
 
 def test_a_stream_cut_by_the_server_is_an_error_and_no_turn(server: FakeServer) -> None:
