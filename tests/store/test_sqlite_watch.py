@@ -48,6 +48,14 @@ store.close()
 """
 
 
+USE = """
+import sys
+from pathlib import Path
+from agentspec.cache.store import SQLiteStore
+SQLiteStore(Path(sys.argv[1])).close()
+"""
+
+
 @pytest.mark.parametrize("first", ["read", "wait", "append", "erase", "close"])
 @pytest.mark.parametrize("left", [0, 20_000])
 def test_shared_memory_that_is_cut_short_ends_no_process(tmp_path: Path, left: int, first: str) -> None:
@@ -122,3 +130,33 @@ def test_a_file_that_another_process_trimmed_keeps_the_lock_of_its_users(tmp_pat
         assert other.returncode == 0
         store.append(NS, [NewEntry("s", b"3")])
         assert [entry.payload for entry in store.read(NS, session="s")][-2:] == [b"2", b"3"]
+
+
+@pytest.mark.parametrize("other", ["opened", "closed"])
+def test_a_second_store_of_a_process_costs_the_first_no_locks(tmp_path: Path, other: str) -> None:
+    """Several clients of one program share the default store, and other programs use it, too."""
+    path = tmp_path / "store.db"
+    if other == "opened":
+        first, second = SQLiteStore(path), SQLiteStore(path)
+    else:
+        second, first = SQLiteStore(path), SQLiteStore(path)
+        second.close()
+    with closing(first):
+        first.append(NS, [NewEntry("s", b"1")])
+        subprocess.run([sys.executable, "-c", USE, str(path)], check=True)
+        assert path.with_name("store.db-wal").exists()
+        first.append(NS, [NewEntry("s", b"2")])
+        assert [entry.payload for entry in first.read(NS)] == [b"1", b"2"]
+        second.close()
+
+
+def test_stores_leave_no_descriptors_behind(tmp_path: Path) -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = count()
+    for number in range(3):
+        stores = [SQLiteStore(tmp_path / f"{number}.db") for _ in range(2)]
+        for store in (*stores, *stores):
+            store.close()
+    assert count() == before

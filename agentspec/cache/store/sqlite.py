@@ -48,6 +48,7 @@ from agentspec.cache.store.sqlite_entries import (
 )
 from agentspec.cache.store.sqlite_file import (
     FRONT,
+    OPENING,
     PAGE_SIZE,
     connect,
     create_schema,
@@ -311,7 +312,7 @@ class SQLiteStore(_Database):
     held_bytes = 0
 
     def __init__(self, path: Path) -> None:
-        with store_errors(str(path)):
+        with OPENING, store_errors(str(path)):
             prepare_file(path)
             writer = connect(str(path))
             try:

@@ -7,6 +7,7 @@ one row and never move within a page. The rows that do move hold keys only.
 
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,8 @@ PAGE_SIZE = 1024
 
 BESIDE = ("-wal", "-shm")
 """Suffixes of SQLite's files beside a database: the write-ahead log, and the memory that its users share."""
+FileId = tuple[int, int]
+"""Device and inode of a file. They tell it from a later file of the same name."""
 
 _BUSY_SECONDS = 5.0
 _POLL_MS = 5  # short, because SQLite's own waits grow to 100 ms, in which busy writers always get the lock first
@@ -179,6 +182,41 @@ def _set_patience(connection: sqlite3.Connection, seconds: float) -> None:
     connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
 
 
+OPENING = threading.RLock()
+"""Held while a store opens its connections, and while a descriptor of a database's file is closed.
+
+A process that closes any descriptor of a file drops all locks that it has on the file, also those of SQLite
+(https://sqlite.org/howtocorrupt.html). The next process to end would take itself for the last user, and remove the log.
+"""
+_held: dict[FileId, list[int]] = {}  # by file: its descriptor, and how many users that has
+
+
+def file_id(status: os.stat_result) -> FileId:
+    """Return the id of the file that was looked at."""
+    return status.st_dev, status.st_ino
+
+
+def hold(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Return the descriptor by which this process reads a database's file, one for all stores. Raises OSError."""
+    with OPENING:
+        found = _held.get(file_id(path.stat()))
+        if found is None:
+            descriptor = os.open(path, flags)
+            found = _held.setdefault(file_id(os.fstat(descriptor)), [descriptor, 0])
+        found[1] += 1
+        return found[0]
+
+
+def let_go(descriptor: int) -> None:
+    """Close the descriptor if no other store of this process uses it. Call this when the connections are closed."""
+    with OPENING:
+        file = file_id(os.fstat(descriptor))
+        _held[file][1] -= 1
+        if not _held[file][1]:
+            del _held[file]
+            os.close(descriptor)
+
+
 def prepare_file(path: Path) -> None:
     """Create the file and its folder, readable by the owner only, or check the header of an existing file.
 
@@ -195,9 +233,14 @@ def prepare_file(path: Path) -> None:
         except OSError as error:
             why = f"the folder {path.parent} cannot be made: {error.strerror}"
             raise StoreUnavailableError(f"{path}: {why}; name another file") from error
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    with path.open("rb") as file:
-        header = file.read(100)
+        with OPENING:
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    with OPENING:
+        descriptor = hold(path)
+        try:
+            header = os.pread(descriptor, 100, 0)
+        finally:
+            let_go(descriptor)
     if not header:
         return
     if len(header) < 100 or not header.startswith(_MAGIC):

@@ -4,9 +4,8 @@ SQLite notices nothing of that. It would write to files without a name, or behin
 be lost. It also maps the memory that the log's users share, and a look at a page that was cut off kills the process
 (SIGBUS).
 
-What is read of these files is read from descriptors that stay open as long as the store. A process that closes any
-descriptor of a file drops all locks that it has on the file (https://sqlite.org/howtocorrupt.html), and the next
-process to end would take itself for the last user, and remove the log.
+What is read of these files is read from descriptors that stay open as long as any store of this process uses them,
+because closing one drops SQLite's locks.
 """
 
 import logging
@@ -16,13 +15,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from agentspec.cache.store.sqlite_file import BESIDE, empty_log
+from agentspec.cache.store.sqlite_file import BESIDE, FileId, empty_log, file_id, hold, let_go
 from agentspec.errors import StoreUnavailableError
 
 logger = logging.getLogger(__name__)
-
-FileId = tuple[int, int]
-"""Device and inode of a file. They tell it from a later file of the same name."""
 
 # https://sqlite.org/walformat.html
 _INDEX_HEADER = 48
@@ -43,12 +39,13 @@ class FileWatch:
         self._log, self._shared = (path.with_name(f"{path.name}{suffix}") for suffix in BESIDE)
         self._beside = self._files_beside()
         self._file, self._size = self._file_now()
-        self._main_fd = os.open(path, os.O_RDONLY)
+        self._main_fd = hold(path)
         try:
-            self._shared_fd = os.open(self._shared, os.O_RDWR)
+            self._shared_fd = hold(self._shared, os.O_RDWR)
         except BaseException:
-            os.close(self._main_fd)
+            let_go(self._main_fd)
             raise
+        self._held: tuple[int, ...] = (self._main_fd, self._shared_fd)
         self._shared_size = os.fstat(self._shared_fd).st_size
 
     def check(self, connection: sqlite3.Connection) -> None:
@@ -81,14 +78,18 @@ class FileWatch:
         """
         if not self.is_shared_memory_cut():
             return
-        os.posix_fallocate(self._shared_fd, 0, self._shared_size)  # this never makes it smaller
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._shared_fd, 0, self._shared_size)  # this never makes it smaller
+        else:  # macOS
+            os.ftruncate(self._shared_fd, self._shared_size)
         os.pwrite(self._shared_fd, bytes(2 * _INDEX_HEADER), 0)  # zeros say that it describes no log yet
         logger.warning("agentspec: %s was cut short while in use, and is made anew from the log", self._shared)
 
     def close(self) -> None:
-        """Close the descriptors."""
-        os.close(self._main_fd)
-        os.close(self._shared_fd)
+        """Let go of the descriptors. Does nothing the second time."""
+        held, self._held = self._held, ()
+        for descriptor in held:
+            let_go(descriptor)
 
     def _file_now(self) -> tuple[FileId, int]:
         """Return the id of the file at the database's path, and its size in bytes.
@@ -107,7 +108,7 @@ class FileWatch:
             raise StoreUnavailableError(
                 f"{self._path}: it was emptied while in use; stop all that use it, and remove it"
             )
-        return (found.st_dev, found.st_ino), found.st_size
+        return file_id(found), found.st_size
 
     def _check_length(self, size: int) -> None:
         """Raise StoreUnavailableError if a file that shrank to ``size`` bytes has lost pages.
@@ -132,7 +133,7 @@ class FileWatch:
             except FileNotFoundError:
                 found.append(None)
             else:
-                found.append((status.st_dev, status.st_ino))
+                found.append(file_id(status))
         return tuple(found)
 
     def _give_up_log(self, connection: sqlite3.Connection, beside: tuple[FileId | None, ...]) -> None:
