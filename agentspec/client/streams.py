@@ -118,7 +118,7 @@ class AsyncReplyStream(StreamBase[ParsedT]):
 
     def _refuse_if_read(self) -> None:
         """Raise AgentSpecError while another task reads the stream."""
-        if self._items.ag_running:
+        if getattr(self._items, "ag_running", False):  # typing's AsyncGenerator lacks the attribute
             raise AgentSpecError(
                 "another task is reading the stream: read and close it in one task; to stop it from another, cancel()"
                 " the reading task"
