@@ -153,8 +153,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         self._loop = self._loop or loop
         if self._loop is not loop:
             raise AgentSpecError(
-                "the client was used in another event loop, to which its connections belong: make a client in each"
-                " asyncio.run()"
+                "the client belongs to another event loop, as its connections do: make a client in each asyncio.run()"
             )
 
     async def _probe(self, call: Call) -> None:
