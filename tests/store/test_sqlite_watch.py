@@ -150,6 +150,19 @@ def test_a_second_store_of_a_process_costs_the_first_no_locks(tmp_path: Path, ot
         second.close()
 
 
+def test_the_files_beside_the_one_that_a_link_leads_to_are_watched(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    path, link = tmp_path / "data" / "store.db", tmp_path / "link.db"
+    link.symlink_to(path)
+    with closing(SQLiteStore(link)) as store:
+        store.append(NS, [NewEntry("s", b"1")])
+        path.with_name("store.db-wal").unlink()
+        with pytest.raises(StoreUnavailableError, match=r"link\.db: store\.db-wal beside it was removed"):
+            store.append(NS, [NewEntry("s", b"2")])
+    with closing(SQLiteStore(link)) as store:
+        assert [entry.payload for entry in store.read(NS)] == [b"1"]
+
+
 def test_stores_leave_no_descriptors_behind(tmp_path: Path) -> None:
     def count() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))

@@ -36,7 +36,8 @@ class FileWatch:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._log, self._shared = (path.with_name(f"{path.name}{suffix}") for suffix in BESIDE)
+        real = path.resolve()  # SQLite keeps them beside the file that a link leads to
+        self._log, self._shared = (real.with_name(f"{real.name}{suffix}") for suffix in BESIDE)
         self._beside = self._files_beside()
         self._file, self._size = self._file_now()
         self._main_fd = hold(path)
@@ -142,10 +143,10 @@ class FileWatch:
         Such a log has no name, so a kill would lose its records. If another process has made new files, the log is not
         moved, because that could damage what the other process writes. beside: the files beside the database now.
         """
-        both = tuple(zip(BESIDE, beside, self._beside, strict=True))
+        both = tuple(zip((self._log.name, self._shared.name), beside, self._beside, strict=True))
         if all(found in (None, known) for _, found, known in both):
             empty_log(connection)
-        names = " and ".join(f"{self._path.name}{name}" for name, found, known in both if found != known)
+        names = " and ".join(name for name, found, known in both if found != known)
         raise StoreUnavailableError(
             f"{self._path}: {names} beside it was removed or replaced while in use; restart all that use it"
         )
