@@ -7,6 +7,7 @@ or away costs no call.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ _TRIM_PAUSE_S = 3_600.0  # between two looks at the limits
 class StoreLog(SessionLog):
     """Keep messages in a store. Opens the store on first use, and closes it unless the caller opened it.
 
-    trimmed: whether to keep the store within RETENTION while it is open.
+    trimmed: whether to keep the store within RETENTION while it is used.
     """
 
     keeps = True
@@ -36,10 +37,10 @@ class StoreLog(SessionLog):
     def __init__(self, store: Store | Callable[[], Store], *, owned: bool = True, trimmed: bool = False) -> None:
         self._open = store if callable(store) else None
         self._store = None if callable(store) else store
-        self._owned, self._trimmed = owned, trimmed
+        self._owned = owned
+        self._trim_at = 0.0 if trimmed else math.inf  # monotonic seconds
         self._lock = threading.Lock()
         self._closed = False
-        self._ended = threading.Event()  # tells the trimming thread
         self._outbox = Outbox(self._opened)
 
     @classmethod
@@ -95,7 +96,6 @@ class StoreLog(SessionLog):
 
     def close(self) -> None:
         self._outbox.close(FLUSH_TIMEOUT_S)
-        self._ended.set()
         with self._lock:
             self._closed = True
             store, self._store = self._store, None
@@ -108,12 +108,10 @@ class StoreLog(SessionLog):
                 raise StoreError("the client is closed")
             if self._store is None and self._open is not None:
                 self._store = self._open()
-                if self._trimmed:
-                    arguments = (self._store, self._ended)
-                    threading.Thread(
-                        target=_keep_trimmed, args=arguments, name="agentspec-retention", daemon=True
-                    ).start()
             assert self._store is not None
+            if (now := time.monotonic()) >= self._trim_at:
+                self._trim_at = now + _TRIM_PAUSE_S
+                threading.Thread(target=_trim, args=(self._store,), name="agentspec-retention", daemon=True).start()
             return self._store
 
 
@@ -124,13 +122,6 @@ def _open_default() -> Store:
         raise type(error)(
             f"{error}; store=None keeps sessions in memory only, store= or XDG_DATA_HOME names another place"
         ) from error
-
-
-def _keep_trimmed(store: Store, ended: threading.Event) -> None:
-    """Trim the store now, and again after each pause, because a process may run for months."""
-    _trim(store)
-    while not ended.wait(_TRIM_PAUSE_S):
-        _trim(store)
 
 
 def _trim(store: Store) -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -270,14 +269,13 @@ def test_the_default_store_stays_within_its_limits_while_a_client_runs(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A service runs for months, and may be the only client of its store."""
-    monkeypatch.setattr("agentspec.client.store_log._TRIM_PAUSE_S", 0.05)
+    monkeypatch.setattr("agentspec.client.store_log._TRIM_PAUSE_S", 0.0)
     with AgentClient(base_url=server.url, model="small") as client:
-        for name in ("old", "new"):
+        for name in ("old", "old", "old", "new"):
             client.session(name).chat("one")
-        client.session("new").chat("two")
         store = open_store(default_store_url("sessions.db"))
-        assert len(store.sessions(NAMESPACE)) == 2
-        monkeypatch.setattr("agentspec.client.store_log.RETENTION", Retention(records=5))
+        wait_until(lambda: store.usage().records == 8)
+        monkeypatch.setattr("agentspec.client.store_log.RETENTION", Retention(records=7))
+        client.session("new").chat("two")
         wait_until(lambda: len(store.sessions(NAMESPACE)) == 1)
         store.close()
-    wait_until(lambda: all(thread.name != "agentspec-retention" for thread in threading.enumerate()))
