@@ -132,7 +132,8 @@ def test_a_session_that_goes_on_for_ever_is_cut() -> None:
             cache.restore(FinishedTurn("t", "s", 0, texts.make(9_990), texts.make(10), scope="session"))
         cache.catch_up()
         before = cache.stats()
-        cut = cpu(lambda: cache.restore(FinishedTurn("t", "s", 0, texts.make(9_990), texts.make(10), scope="session")))
+        turn = FinishedTurn("t", "s", 0, texts.make(9_990), texts.make(10), scope="session")
+        cut = cpu(lambda: cache.restore(turn))
         after = cache.stats()
         assert 0.45 * before.tokens < after.tokens < 0.55 * before.tokens
         assert after.leaving > before.bytes // 2  # its memory is given back by the following steps
