@@ -19,16 +19,16 @@ from tests.store.test_redis_forms import PASSWORD, works
 pytestmark = pytest.mark.usefixtures("patience")
 
 
-def certificate(folder: Path) -> None:
-    """Write key.pem, and cert.pem for 127.0.0.1, which is its own authority."""
+def certificate(folder: Path, days: int = 1) -> None:
+    """Write key.pem, and cert.pem for 127.0.0.1, which is its own authority. days: how long it will be valid."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
     now = datetime.datetime.now(datetime.UTC)
     address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
     made = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_before(now - datetime.timedelta(days=3))
+        .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(address, critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
@@ -105,6 +105,18 @@ def test_a_certificate_for_another_name_is_told_from_an_unknown_authority(secure
     with pytest.raises(StoreUnavailableError, match=r"mismatch.*write the name") as error:
         open_store(f"rediss://localhost:{port}?ssl_ca_certs={folder}/own/cert.pem").ping()
     assert "ssl_ca_certs" not in str(error.value)
+
+
+def test_a_certificate_that_has_expired_is_told_from_one_for_another_name(tmp_path: Path) -> None:
+    certificate(tmp_path, days=-1)
+    port = free_port()
+    files = {"tls-cert-file": str(tmp_path / "cert.pem"), "tls-key-file": str(tmp_path / "key.pem")}
+    says = r"has expired\); give the server a certificate that is valid now, or set this machine's clock"
+    with (
+        RedisServer({"tls-port": str(port), **files, "tls-ca-cert-file": str(tmp_path / "cert.pem")}),
+        pytest.raises(StoreUnavailableError, match=says),
+    ):
+        open_store(f"rediss://127.0.0.1:{port}?ssl_ca_certs={tmp_path}/cert.pem").ping()
 
 
 def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 _VERIFY = re.compile(r"certificate verify failed: ([^(\n]*\w)")
 _UNKNOWN_AUTHORITY = re.compile(r"self.signed certificate|issuer certificate")
+_WRONG_TIME = re.compile(r"expired|not yet valid")
 _NO_HANDSHAKE = re.compile(r"timeout connecting|wrong.version.number|record.layer.failure", re.IGNORECASE)
 _ENDED = re.compile(r"reset by peer|closed by server", re.IGNORECASE)
 _NO_CERTIFICATE = re.compile(r"certificate required|EOF occurred in violation of protocol|handshake failure")
@@ -22,6 +23,8 @@ def explain_tls(error: str, options: Mapping[str, str]) -> str | None:
     if found := _VERIFY.search(error):
         if _UNKNOWN_AUTHORITY.search(found[1]):
             remedy = "name a PEM file with the certificate of its authority in the URL's option ssl_ca_certs"
+        elif _WRONG_TIME.search(found[1]):
+            remedy = "give the server a certificate that is valid now, or set this machine's clock"
         else:
             remedy = "give the server another certificate, or write the name that this one is for into the URL"
         return f"the server's certificate is refused ({found[1]}); {remedy}"
