@@ -121,7 +121,9 @@ def test_a_signal_to_all_processes_of_a_server_lets_its_engine_save(tmp_path: Pa
     The store is locked, so that the engine takes two seconds to end.
     """
     server = server_in(tmp_path, *PRICED)
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the server would inherit that it is ignored
     with server, sqlite3.connect(tmp_path / "server.db", isolation_level=None) as other:
+        signal.signal(signal.SIGHUP, ignored)
         complete(server, code(907, 12), "stopped")
         wait_for(lambda: all_stored(server))
         assert server.process_id is not None
