@@ -221,7 +221,7 @@ def prepare_file(path: Path) -> None:
     """Create the file and its folder, readable by the owner only, or check the header of an existing file.
 
     The check does not open the file as a database, because SQLite would then write to the files beside it at least.
-    Raises StoreError, StoreVersionError, StoreUnavailableError or OSError.
+    OPENING must be held. Raises StoreError, StoreVersionError, StoreUnavailableError or OSError.
     """
     if path.is_dir():
         raise StoreError(f"{path}: a folder, not a file; name a file in it, such as sqlite:///{path}/agentspec.db")
@@ -233,14 +233,12 @@ def prepare_file(path: Path) -> None:
         except OSError as error:
             why = f"the folder {path.parent} cannot be made: {error.strerror}"
             raise StoreUnavailableError(f"{path}: {why}; name another file") from error
-        with OPENING:
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    with OPENING:
-        descriptor = hold(path)
-        try:
-            header = os.pread(descriptor, 100, 0)
-        finally:
-            let_go(descriptor)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    descriptor = hold(path)
+    try:
+        header = os.pread(descriptor, 100, 0)
+    finally:
+        let_go(descriptor)
     if not header:
         return
     if len(header) < 100 or not header.startswith(_MAGIC):
