@@ -120,6 +120,12 @@ class Server:
         self.end(name, len(text), engine)
         self.wait(lambda: self.engines[engine].stats()["store"]["writer"]["queued"] == 0)
 
+    def follow(self) -> None:
+        """Wait until each engine has read what the others stored and erased."""
+        for engine in self.engines:
+            assert engine._persistence._follower is not None
+            engine._persistence._follower.settle(60.0)
+
     def draws_on(self, identity: Identity, text: Sequence[int] = TEXT, engine: int = 0) -> bool:
         """Wait until a request drafts from earlier text, which arrives from the store a little later. Return True."""
         self.wait(lambda: self.drafts(identity, text, engine))

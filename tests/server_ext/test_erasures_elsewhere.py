@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentspec.cache import FinishedTurn
@@ -189,6 +190,63 @@ def test_a_turn_that_was_on_its_way_is_erased_again_also_when_the_store_fails_th
     wait_until(lambda: b.follower("erased"))
     wait_until(lambda: failures[0])
     wait_until(lambda: not [record for record in stored(a) if record.session == "s"])
+
+
+def test_a_turn_that_was_on_its_way_is_erased_again_also_where_it_was_loaded_meanwhile(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The session is used again at once, so it is loaded from the store, with the turn behind its tombstone."""
+    a, b = start(), start(snapshot=tmp_path / "b.snapshot")
+    meet(a, b, session="other")
+    append, erase, goes_on = b.store.append, b.store.erase_session, threading.Event()
+
+    def late(*args: Any, **options: Any) -> list[str]:
+        a.erase("s")
+        wait_until(lambda: b.follower("erased"))
+        return append(*args, **options)
+
+    def waits(*args: Any, **options: Any) -> Any:
+        assert goes_on.wait(60)
+        return erase(*args, **options)
+
+    monkeypatch.setattr(b.store, "append", late)
+    monkeypatch.setattr(b.store, "erase_session", waits)
+    b.say([1, 2, 3], text(100))
+    wait_until(lambda: b.follower("erased"))
+    b.begin([1, 2, 3], "s")
+    for _ in range(20):
+        b.drafts(text(100, 5), "s")
+        time.sleep(0.01)
+    goes_on.set()
+    wait_until(lambda: not [record for record in stored(a) if record.session == "s"])
+    b.wait(lambda: not b.drafts(text(100, 5)) and not b.drafts(text(100, 5), "s"))
+    assert not b.cache.has_session(TENANT, "s")
+    b.stop()
+    assert np.array(text(100), np.int32).tobytes() not in (tmp_path / "b.snapshot").read_bytes()
+
+
+def test_a_turn_that_was_on_its_way_is_erased_again_also_where_its_process_stops_then(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = start(), start()
+    meet(a, b, session="other")
+    append, wait = b.store.append, b.store.wait
+
+    def late(*args: Any, **options: Any) -> list[str]:
+        a.erase("s")
+        return append(*args, **options)
+
+    def slow(*args: Any) -> list[str]:
+        found = wait(*args)
+        time.sleep(0.3 if found else 0.0)
+        return found
+
+    monkeypatch.setattr(b.store, "append", late)
+    monkeypatch.setattr(b.store, "wait", slow)
+    b.say([1, 2, 3], text(100))
+    b.engine.close()
+    assert [record for record in stored(a) if record.session == "s"] == []
+    a.wait(lambda: not a.drafts(text(100, 5)))
 
 
 def test_an_erasure_is_known_to_the_others_also_where_the_store_holds_nothing_of_the_session_but_its_tombstone(

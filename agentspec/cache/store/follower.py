@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from agentspec.cache.store.base import Store, check_namespace, entry_name
@@ -38,7 +38,7 @@ _READ_SECONDS = 0.25  # longest time to read one log before looking at the other
 _SLICE = 64  # most entries that are read between two looks at the time
 _SLICE_BYTES = 1 << 20  # about the most bytes that are read between two looks at the time
 _LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
-_RETRY_SECONDS = 0.05  # pause until a tenant with running requests is looked at again
+_RETRY_SECONDS = 0.05  # pause until a tenant with running requests, or a log that is not read yet, is looked at again
 _MAX_ERASED = 1024  # most erased sessions of a log that are remembered once all of it was read
 _MAX_OWNERS = 4096  # most logs, used but not followed yet, whose owners are remembered
 
@@ -49,8 +49,8 @@ class Follower:
     writer: this process's name in the store; the follower skips its records unless they were imported.
     take(log, record): hands on a record of another process, to be drafted from. learn(record): learns from the record
     before that, if there is time. erase(tenant, session): removes an erased session from this process at once, and
-    returns the number of the process's newest turn. erase_again(tenant, session): erases the session in the store
-    again, because a turn of this process arrived there behind its tombstone; if it raises, it is called again.
+    returns the number of the process's newest turn. erase_again(tenant, session): erases the session here and in the
+    store again, because a turn of this process arrived there behind its tombstone; if it raises, it is called again.
     forget(tenant): makes the cache forget a tenant whose log is not followed any more, and returns whether it could. At
     most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the follower before the store.
 
@@ -147,6 +147,17 @@ class Follower:
     def is_current(self) -> bool:
         """Return whether all erasures older than LIFE_SECONDS were applied here, as far as the store answers."""
         return not self._logs or not (self._unerased or time.monotonic() - self._alive >= LIFE_SECONDS)
+
+    def settle(self, timeout: float) -> None:
+        """Wait until all logs are read up to their present ends and late turns are erased, or for ``timeout`` seconds.
+
+        Call it when this process writes no more, so that no turn of it stays behind its session's tombstone.
+        """
+        until = time.monotonic() + timeout
+        with suppress(StoreError):
+            logs = [(log, entry_name(self._store.newest(name))) for name, log in tuple(self._logs.items())]
+            while any(log.late or entry_name(log.cursor) < end for log, end in logs) and time.monotonic() < until:
+                time.sleep(_RETRY_SECONDS)
 
     def close(self, timeout: float = 1.0) -> None:
         """Stop following."""
@@ -355,11 +366,10 @@ class Follower:
                 learned += 1
             self._take(namespace, record)
             courtesy.pause()
-        delay = max(0.0, 1e3 * (time.time() - records[-1].created))
         with self._wake:
             self._counts.delivered += len(records)
             self._counts.learned += learned
-            self._counts.delay_ms = delay
+            self._counts.delay_ms = max(0.0, 1e3 * (time.time() - records[-1].created))
 
     def _leave_idlest(self) -> None:
         """Stop following logs if there are too many and the cache can forget their tenants.

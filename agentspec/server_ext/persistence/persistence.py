@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _ERASE_SECONDS = 5.0
 """Longest time that an erasure waits for records of its session that are on their way to the store."""
+_SETTLE_SECONDS = 1.0
+"""Longest time that closing waits for erasures of sessions whose turns came late to the store."""
 _LEARNED_TOKENS = 2048
 """Tokens of another process's response that are learned from, at most: the turns behind it wait meanwhile."""
 _FORGET_SECONDS = 0.05
@@ -100,7 +102,7 @@ class Persistence:
             self._writer_id,
             take=self._turns.add,
             erase=lambda tenant, session: self._follow_erasure(tenant, session, erased),
-            erase_again=self._erase_again,
+            erase_again=lambda tenant, session: self._erase_again(tenant, session, erased),
             learn=self._learn_from,
             forget=self.cache.forget_tenant,
         )
@@ -287,6 +289,7 @@ class Persistence:
         self._writer.close()
         self._loader.close()
         if self._follower is not None:
+            self._follower.settle(_SETTLE_SECONDS)
             self._follower.close()
         self._store.close()
 
@@ -309,9 +312,19 @@ class Persistence:
         self._writer.forget(session)
         return self._number
 
-    def _erase_again(self, tenant: str | None, session: str) -> None:
-        """Erase a session from the store once more: a turn of this process arrived there behind its tombstone."""
-        self._erase_in_store(self._store, self.logs.of(tenant), session)
+    def _erase_again(self, tenant: str | None, session: str, erased: Callable[[str | None, str], None]) -> None:
+        """Erase a session here and from the store once more, as a turn of this process came behind its tombstone.
+
+        A request that used the session again may have loaded that turn from the store. Runs in the follower's thread.
+        """
+        erasure = Future[Erasure]()
+        self._turns.begin_erasure(session, lambda: erasure)  # so nothing of it is loaded meanwhile
+        try:
+            self._follow_erasure(tenant, session, erased)
+            self._erase_in_store(self._store, self.logs.of(tenant), session)
+            self._loader.forget(session)
+        finally:
+            erasure.cancel()
 
     def _erase_in_store(self, store: Store, log: str, session: str) -> Erasure:
         """Erase a session from one log, so that the follower does not take that for another process's erasure."""
