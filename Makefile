@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 TESTS ?= tests/end_to_end
 MARKS ?= engine and not store and not rl and not drafters and not clients
+SHORT := not ranks and not store and not rl and not drafters and not clients
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=  # let Python keep what it compiles: pytest compiles all tests before it runs any
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
@@ -17,14 +19,14 @@ help:  ## this list
 demo: $(VENV)/.built  ## an agent loop on real vLLM, with and without the extension (a few minutes)
 	$(BIN)/python -m demo
 
-test: $(VENV)/.built $(VENV)/.redis  ## the tests, on real vLLM and a real Redis server
-	$(BIN)/python -m pytest -m "not ranks and not store and not rl and not drafters and not clients"
+test: fast-test  ## the tests, on real vLLM and a real Redis server
+	$(BIN)/python -m pytest -m "engine and $(SHORT)"
 
 test-ranks: $(VENV)/.built $(VENV)/.redis  ## tensor and data parallelism, on two ranks
 	$(BIN)/python -m pytest -m "ranks and not store"
 
 test-store: $(VENV)/.built $(VENV)/.redis  ## the long tests of stores and servers: failing, moving and resharded Redis servers, servers that end, several of them, trainings
-	$(BIN)/python -m pytest -m "store and not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "store and not alone" $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest -m "store and alone"
 
 test-rl: $(VENV)/.built $(VENV)/.redis  ## the long tests of rollouts: killed ones, on Ray, and TRL as it is
@@ -37,8 +39,9 @@ test-drafters: $(VENV)/.built  ## vLLM's own drafters beside the suffix index, e
 test-clients: $(VENV)/.built .clients/.ready  ## the examples, and Codex, Claude Code and OpenCode from npm (skipped without Node.js), on real servers
 	$(BIN)/python -m pytest -m clients
 
-fast-test: $(VENV)/.built $(VENV)/.redis  ## the tests that need no engine (five minutes of CPU time)
-	$(BIN)/python -m pytest -m "not engine and not store and not rl and not drafters and not clients"
+fast-test: $(VENV)/.built $(VENV)/.redis  ## the tests that need no engine (seven minutes of CPU time)
+	$(BIN)/python -m pytest -m "not engine and not alone and $(SHORT)" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not engine and alone and $(SHORT)"
 
 check: $(VENV)/.built  ## ruff and mypy --strict
 	$(BIN)/ruff check .

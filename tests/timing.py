@@ -1,5 +1,6 @@
 """Bound how long code takes, so that neither a busy machine nor a slow one breaks the bound."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -46,9 +47,12 @@ def beside(work: Callable[[], object], call: Callable[[], object], pause: float)
 def assert_fast(measure: Callable[[], Mapping[str, float]], **most: float) -> None:
     """Measure up to three times, until each figure has kept its limit once. Raises AssertionError if one never does.
 
+    Mark the test `alone`, so that no other test runs beside it.
+
     Other work on the machine makes a figure high now and then; slow code makes it high each time. Limits are a few
     times what is measured on an idle machine, so that they hold on one of half the speed.
     """
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "mark this test `alone`"
     least: dict[str, float] = {}
     for _ in range(_TRIES):
         found = measure()

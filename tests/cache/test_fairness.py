@@ -134,6 +134,7 @@ def test_owners_who_hold_nothing_take_no_memory() -> None:
     assert one < empty + 4000 and cache._core.recount()[1] == one
 
 
+@pytest.mark.alone
 def test_an_eviction_costs_the_same_whoever_is_there() -> None:
     def cost(owners: int) -> float:
         cache = SuffixCache(per_session=Budget())

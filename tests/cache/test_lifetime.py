@@ -135,6 +135,7 @@ def test_what_tenants_learned_is_saved_and_counted_once(tmp_path: Path) -> None:
     assert max(sizes) - min(sizes) < 16 << 10
 
 
+@pytest.mark.alone
 def test_many_tenants_in_turn_do_not_make_starting_dear() -> None:
     """Creating 2 MB of learned weights at each start would take a hundred times as long."""
 
@@ -210,6 +211,7 @@ def test_tenants_over_a_new_budget_are_cut_one_by_one() -> None:
     assert all(finds(cache, [3960 + 10 * n + 7, 3960 + 10 * n + 8], tenant=f"t{n}") for n in range(4))
 
 
+@pytest.mark.alone
 def test_a_look_for_work_costs_the_same_however_many_tenants_are_within_budget() -> None:
     def look(tenants: int) -> float:
         cache = SuffixCache(per_tenant=Budget(tokens=1000))

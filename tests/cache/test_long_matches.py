@@ -88,6 +88,7 @@ def times(step: Callable[[], None]) -> float:
     return median(cpu(step) for _ in range(200))
 
 
+@pytest.mark.alone
 def test_a_step_costs_as_much_behind_a_long_text_as_behind_a_short_one() -> None:
     """Each figure is a step's time over that of the same step with a fortieth of the text before it."""
     long, short = 80_000, 2000

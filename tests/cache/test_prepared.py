@@ -230,6 +230,7 @@ def test_bad_turns_are_refused() -> None:
     assert cache.stats().tokens == 0
 
 
+@pytest.mark.alone
 def test_no_step_waits_while_a_large_session_is_indexed() -> None:
     def measure() -> dict[str, float]:
         texts, cache = Texts(), SuffixCache(vocab_size=60_000)

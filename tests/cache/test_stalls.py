@@ -15,7 +15,7 @@ from agentspec.cache import Budget, FinishedTurn, SuffixCache
 from agentspec.cache.types import Int32Array
 from tests.timing import assert_fast, beside, cpu
 
-pytestmark = pytest.mark.usefixtures("clock_on")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("clock_on")]
 
 STALL = 2.0  # ms: limit of the 99th percentile of the calls
 

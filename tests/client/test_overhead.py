@@ -18,6 +18,8 @@ from agentspec import AgentClient
 from .fake_server import FakeServer
 from .test_speculation import COUNTS
 
+pytestmark = pytest.mark.alone
+
 CALLS, ROUNDS = 20, 3
 MOST_OF_A_CALL = 0.001  # seconds of CPU time
 MOST_OF_THE_IMPORT = 1.3  # times the import of openai; a share, because a busy machine makes both longer

@@ -94,6 +94,7 @@ def test_what_is_accepted_behind_a_repetition_that_ends_the_response_is_not_coun
     assert rows.tokens_and_steps("0") == (tokens, 2)
 
 
+@pytest.mark.alone
 def test_patterns_of_thousands_of_tokens_take_no_longer_than_their_number_explains() -> None:
     """A caller may ask vLLM for such patterns, and each step looks for them."""
     response = np.random.default_rng(0).integers(0, 1000, 16_000, np.int32)

@@ -90,6 +90,7 @@ def test_an_erasure_reaches_the_others_at_once(start: Start, tmp_path: Path) -> 
     assert a.drafts(text(500, 5), "s") == text(505, 4)
 
 
+@pytest.mark.alone
 def test_an_erasure_is_known_to_the_others_within_a_moment(start: Start) -> None:
     a, b = start(), start()
     meet(a, b)

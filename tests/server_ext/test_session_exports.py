@@ -279,6 +279,7 @@ class TestExportAndImport:
         turns = server.call(ADA, "GET", "one").json()["turns"]
         assert [turn["response"][0] for turn in turns] == list(range(4)) and len(asked) > 4
 
+    @pytest.mark.alone
     def test_a_long_session_becomes_json_beside_the_event_loop(self) -> None:
         """In one piece, 20,000 turns would hold the interpreter's lock for seconds, and stop all streams."""
         tokens = np.arange(150, dtype=np.int32)

@@ -268,6 +268,7 @@ def test_the_log_and_no_caller_is_told_where_the_store_is(start: Start, caplog: 
         assert "127.0.0.1:1" in caplog.text and "hunter2" not in caplog.text
 
 
+@pytest.mark.alone
 def test_no_engine_waits_for_a_store_that_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_routes, "_WAIT_SECONDS", 1.0)
     server = start(ADA, url="redis://:hunter2-hunter2@127.0.0.1:1/0", engines=1)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from agentspec.cache import FinishedTurn
 from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, snapshot_identity
@@ -65,6 +66,7 @@ def test_steps_run_while_it_is_saved(tmp_path: Path) -> None:
     assert len({str(draft) for draft in drafts(loaded)}) > 10
 
 
+@pytest.mark.alone
 def test_no_step_waits_long_for_a_save(tmp_path: Path, clock_on: None) -> None:
     """The saving thread holds the lock for a fraction of a millisecond, so a step waits no longer."""
     cache = make()
@@ -103,6 +105,7 @@ def test_it_saves_now_and_then_and_at_the_end_and_within_its_limit(tmp_path: Pat
     assert not (tmp_path / "none").exists() and bounded.stats()["errors"] == 1
 
 
+@pytest.mark.alone
 def test_a_large_cache_is_loaded_in_a_fraction_of_the_time_that_indexing_it_takes(tmp_path: Path) -> None:
     """Loading takes some .2 s of CPU time for a million tokens, while vLLM loads its weights."""
     cache = make()
