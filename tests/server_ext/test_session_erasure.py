@@ -18,7 +18,9 @@ from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 
-from .session_server import ADA, BOB, TEXT, Start, start
+from .session_server import ADA, ADMIN, BOB, TEXT, Start, start
+from .test_endpoints import bearer
+from .test_quotes import BODY, SPELLED, Tokenizer
 
 __all__ = ["start"]
 
@@ -246,3 +248,28 @@ def test_the_traceback_of_an_unknown_session_does_not_name_it(start: Start, capl
     told = server.call(ADA, "GET", "a-session-of-ada")
     assert told.status_code == 404 and "a-session-of-ada" in told.text
     assert "404" in caplog.text and "a-session-of-ada" not in caplog.text
+
+
+def test_an_erasure_forgets_what_its_caller_might_have_quoted(start: Start) -> None:
+    """The texts may be the session's. Those of other callers stay, unless the administrator erases."""
+    server = start(ADA, BOB)
+    tokenizer = Tokenizer()
+    server.get_tokenizer = lambda: tokenizer
+
+    def encoded(key: str, **more: Any) -> int:
+        before = tokenizer.encoded
+        server.http.post("/v1/chat/completions", json={**BODY, **more}, headers=bearer(key))
+        return tokenizer.encoded - before
+
+    def all_encoded() -> list[int]:
+        return [encoded(ADA), encoded(ADA, cache_salt="a"), encoded(BOB)]
+
+    whole = len(SPELLED)
+    assert all_encoded() == [whole] * 3
+    assert server.call("unknown", "DELETE", "s").status_code == 401
+    assert all_encoded() == [0] * 3
+    assert server.erase(ADA, "s").status_code == 200
+    assert all_encoded() == [whole, whole, 0]
+    assert server.erase(ADMIN, "0" * 32).status_code == 200
+    assert server.state.agentspec_quotes.held_bytes == 0
+    assert all_encoded() == [whole] * 3

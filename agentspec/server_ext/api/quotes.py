@@ -26,7 +26,7 @@ from agentspec.server_ext.api.session_texts import encode_text
 from agentspec.server_ext.step import Int32
 
 _KEPT_BYTES = 32_000_000
-_ENTRY_BYTES = 256  # of a remembered text, beside its tokens
+_ENTRY_BYTES = 400  # of a remembered text, beside its tokens
 _LONGEST_TOKEN = 6  # most characters a token, on average, of a text that is read whole
 _LEAST_TEXT = 24  # characters
 _ESCAPED = re.compile(r'["\\\x00-\x1f]')  # characters that JSON escapes
@@ -76,7 +76,7 @@ class Quotes:
     def __init__(self, tokenizer: Any, most: int) -> None:
         self._tokenizer, self._most = tokenizer, most
         self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, Int32] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[str, Int32]] = OrderedDict()  # the caller and the tokens of a text
         self._held = 0
 
     @property
@@ -107,22 +107,30 @@ class Quotes:
             key = blake2b(text.encode(errors="surrogatepass"), digest_size=16, key=kind).digest()
             if key not in seen:
                 seen.add(key)
-                parts.append((self._encode(text, form) if owner is None else self._tokens_of(key, text, form))[:left])
+                tokens = self._encode(text, form) if owner is None else self._tokens_of(key, owner, text, form)
+                parts.append(tokens[:left])
                 left -= len(parts[-1])
         return np.concatenate(parts[::-1]) if parts else np.zeros(0, np.int32)
 
-    def _tokens_of(self, key: bytes, text: str, form: Form) -> Int32:
+    def forget(self, owner: str | None) -> None:
+        """Forget the texts of a caller; None: of all callers."""
+        with self._lock:
+            for key in [key for key, (whose, _) in self._known.items() if owner in (whose, None)]:
+                self._held -= self._known.pop(key)[1].nbytes + _ENTRY_BYTES
+
+    def _tokens_of(self, key: bytes, owner: str, text: str, form: Form) -> Int32:
         with self._lock:
             known = self._known.get(key)
             if known is not None:
                 self._known.move_to_end(key)
-                return known
+                return known[1]
         fresh = self._encode(text, form)
         with self._lock:
-            if self._known.setdefault(key, fresh) is fresh:
+            if key not in self._known:
+                self._known[key] = owner, fresh
                 self._held += fresh.nbytes + _ENTRY_BYTES
             while self._held > _KEPT_BYTES:
-                self._held -= self._known.popitem(last=False)[1].nbytes + _ENTRY_BYTES
+                self._held -= self._known.popitem(last=False)[1][1].nbytes + _ENTRY_BYTES
         return fresh
 
     def _encode(self, text: str, form: Form) -> Int32:

@@ -37,7 +37,6 @@ class BodyMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._quotes: Quotes | None = None
         self._failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +50,7 @@ class BodyMiddleware:
         given = _NOTHING
         if predicts or may_quote(body):
             try:
-                given = await asyncio.to_thread(self._drafts_from, engine, body, predicts)
+                given = await asyncio.to_thread(self._drafts_from, scope["app"].state, engine, body, predicts)
             except InvalidInputError as error:
                 what = {"message": str(error), "type": "BadRequestError", "param": "prediction", "code": 400}
                 await JSONResponse({"error": what}, status_code=400)(scope, replayed, send)
@@ -59,22 +58,24 @@ class BodyMiddleware:
         with drafting_from(*given):
             await self._app(scope, replayed, send)
 
-    def _drafts_from(self, engine: Any, body: bytes, predicts: bool) -> tuple[Sequence[int], Int32]:
+    def _drafts_from(self, state: Any, engine: Any, body: bytes, predicts: bool) -> tuple[Sequence[int], Int32]:
         """Return the tokens of the prediction in a body; if there are none, the tokens that the response may quote.
 
-        Raises InvalidInputError for an unusable prediction.
+        state: the app's, which holds what is remembered. Raises InvalidInputError for an unusable prediction.
         """
         tokenizer = tokenizer_of(engine)
         if tokenizer is None:  # vLLM answers no chats then
             return _NOTHING
         known = engine.vllm_config.model_config.get_vocab_size()  # a tokenizer may have more: placeholders of images
-        if self._quotes is None:
+        quotes: Quotes | None = getattr(state, "agentspec_quotes", None)
+        if quotes is None:
             settings = load_settings(engine.vllm_config.additional_config)
-            self._quotes = Quotes(tokenizer, settings.quote_tokens if settings.enabled else 0)
+            quotes = Quotes(tokenizer, settings.quote_tokens if settings.enabled else 0)
+            state.agentspec_quotes = quotes
         try:
             if predicts and (prediction := read_prediction(body, tokenizer)):
                 return [token for token in prediction if token < known], _NOTHING[1]
-            quotable = self._quotes.read(body, _owner(engine))
+            quotable = quotes.read(body, _owner(engine))
             return (), quotable[quotable < known]
         except InvalidInputError:
             raise
@@ -84,6 +85,13 @@ class BodyMiddleware:
                 what = "predictions or what responses may quote cannot be read"
                 logger.exception("agentspec: %s; such requests draft without it", what)
             return _NOTHING
+
+
+def forget_quotable(state: Any, engine: Any) -> None:
+    """Forget the texts remembered of the caller of this request; those of all callers, if it is the administrator."""
+    quotes: Quotes | None = getattr(state, "agentspec_quotes", None)
+    if quotes is not None:
+        quotes.forget(_owner(engine))
 
 
 def _owner(engine: Any) -> str | None:

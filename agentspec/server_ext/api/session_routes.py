@@ -34,6 +34,7 @@ from agentspec.identifiers import from_header
 from agentspec.json_lines import why_refused
 from agentspec.server_ext.api.imports import MAX_TURNS, Imports
 from agentspec.server_ext.api.path_ids import any_id
+from agentspec.server_ext.api.request_bodies import forget_quotable
 from agentspec.server_ext.api.session_texts import FormatVersion, SessionTexts, turns_of
 from agentspec.server_ext.identity import SESSION_KEY, Identity
 from agentspec.server_ext.identity.callers import NOBODY, Presented, shows_admin_key
@@ -165,6 +166,7 @@ async def erase_session(request: Request, session_id: str) -> JSONResponse:
     identity = _identity(engine, session_id)
     tenants = {identity.tenant}.union(*await _run(engine, identity, "tenants", identity.session))
     erased = await _run(engine, identity, "erase", identity.session, list(tenants))
+    forget_quotable(request.app.state, engine)
     complete = all(answer["complete"] for answer in erased)
     content = {"id": session_id, "records": sum(answer["records"] for answer in erased), "complete": complete}
     return JSONResponse(content, status_code=200 if complete else 202)

@@ -289,7 +289,8 @@ class Persistence:
         self._writer.close()
         self._loader.close()
         if self._follower is not None:
-            self._follower.settle(_SETTLE_SECONDS)
+            if self._follower.stats().state == "closed":  # otherwise the store does not answer
+                self._follower.settle(_SETTLE_SECONDS)
             self._follower.close()
         self._store.close()
 
