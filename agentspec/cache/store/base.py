@@ -57,9 +57,9 @@ class Entry:
 class Erasure:
     """Hold the result of erasing a session.
 
-    records: entries erased. complete: whether no byte of them is left where the store keeps its data. It is False while
-    another process still reads the old state; erase again to ask again. tombstone: cursor of the session's tombstone,
-    None if there is none.
+    records: entries erased. complete: whether no byte of them is left in the database (apart from Redis's own files).
+    It is False while another process still reads the old state; erase again to ask again. tombstone: cursor of the
+    session's tombstone, None if there is none.
     """
 
     records: int
