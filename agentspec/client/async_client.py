@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -24,7 +21,7 @@ from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
 from agentspec.client.option_checks import options_named
 from agentspec.client.priming import Priming, added_by
-from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_speculation
+from agentspec.client.reply import ParsedT, Reply, Speculation, read_speculation
 from agentspec.client.request import (
     ERASURE_PAUSE_S,
     ERASURE_S,
@@ -38,6 +35,8 @@ from agentspec.client.request import (
     is_erased,
 )
 from agentspec.client.session_naming import SessionTags
+from agentspec.client.store_threads import StoreThreads
+from agentspec.client.streamed_answer import StreamedAnswer
 from agentspec.client.streams import AsyncReplyStream
 from agentspec.errors import AgentSpecError
 
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     from agentspec.client.forecast import Forecast, Tokenize
 
 logger = logging.getLogger(__name__)
-
-_STORE_THREADS = 16  # each waits for the store, up to 0.1 s for a call of the model
 
 T = TypeVar("T")
 
@@ -71,11 +68,12 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         speculation: Speculating = True,
         record: str | Path | None = None,
         tokenizer: str | Tokenize | None = None,
+        thoughts: bool = True,
         **options: Unpack[AsyncClientOptions],
     ) -> None:
         connection = connect(openai.AsyncOpenAI, base_url, api_key, options)
-        self._threads = _StoreThreads()
-        super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
+        self._threads = StoreThreads()
+        super().__init__(connection, model, store, session_tags, speculation, record, tokenizer, thoughts)
         self._probe_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None  # the event loop that used the client first
 
@@ -361,40 +359,3 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
                 reply = self._client._finish_call(call, turn, answer.completion())
                 await self._confirm()
             yield reply
-
-
-class _StoreThreads:
-    """Hold the threads in which a client waits for its store. The caller's own functions never run in them."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(_STORE_THREADS, "agentspec-store")
-
-    async def run(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Call the function, and return its result."""
-        return await self._begin(functools.partial(function, *arguments, **options))
-
-    async def run_to_end(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call the function, and return its result. Raises CancelledError only once the function has ended.
-
-        A thread cannot be cancelled: if the caller went on before, the function would still change things.
-        """
-        call = self._begin(functools.partial(function, *arguments))
-        cancelled: asyncio.CancelledError | None = None
-        while not call.done():
-            try:
-                await asyncio.wait([call])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            call.exception()  # otherwise asyncio logs an error that was never retrieved
-            raise cancelled
-        return call.result()
-
-    def _begin(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._pool, contextvars.copy_context().run, call)
-
-    def close(self) -> None:
-        """End the threads once their calls have ended. Later calls run in asyncio's threads."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=False)

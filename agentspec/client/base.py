@@ -22,7 +22,7 @@ from agentspec.client.option_checks import check_timeout
 from agentspec.client.priming import Priming, prime_history, prime_resumed, prime_texts
 from agentspec.client.record import ReplyRecord
 from agentspec.client.reply import ParsedT, Reply, read_reply
-from agentspec.client.request import Call, RequestBuilder, Speculating
+from agentspec.client.request import Call, RequestBuilder, Speculating, salt_headers
 from agentspec.client.session_log import SessionLog
 from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, InvalidSessionError
@@ -52,6 +52,7 @@ class ClientBase(Generic[OpenAIT]):
         speculation: Speculating,
         record: str | Path | None,
         tokenizer: str | Tokenize | None,
+        thoughts: bool,
     ) -> None:
         from agentspec.client.forecast import Forecaster  # imported here: it loads numpy
 
@@ -60,7 +61,14 @@ class ClientBase(Generic[OpenAIT]):
         if record is not None and speculation:
             speculation = "detailed"
         host = str(connection.base_url.host)
-        self._requests = RequestBuilder(model, session_tags, speculation, token_ids=tokenizer == "server", host=host)
+        self._requests = RequestBuilder(
+            model,
+            session_tags,
+            speculation,
+            token_ids=tokenizer == "server",
+            thoughts=thoughts,
+            host=host,
+        )
         self._forecaster = Forecaster(tokenizer)
         self._record = None if record is None else ReplyRecord(record)
         self._log = _open_log(store)
@@ -251,6 +259,9 @@ class SessionBase:
             self._client._refuse_if_unusable()
 
     def _priming(self, texts: Sequence[str | Path] | None, cache_salt: str | None) -> Iterator[Priming]:
+        if cache_salt is not None:
+            salt_headers(cache_salt)  # raises InvalidInputError for a value that is no salt
+            self._conversation.add_salt(cache_salt)
         if texts is None:
             return prime_history(self._conversation.messages(), cache_salt)
         return prime_texts(texts, cache_salt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 import time
@@ -95,7 +96,8 @@ class Progress:
 
 
 OnProgress: TypeAlias = Callable[[Progress], object]
-"""Function that is called after each attempt, one call at a time. If it raises, the loop ends with that error."""
+"""Function that is called, not awaited, after each attempt, one call at a time. If it raises, the loop ends with that
+error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,8 @@ class Account:
         if budget is not None and not isinstance(budget, Budget):
             raise InvalidInputError(f"budget: Budget(requests=…, tokens=…, seconds=…) is needed, not {shown(budget)}")
         check_function("on_progress", on_progress)
+        if inspect.iscoroutinefunction(on_progress):
+            raise InvalidInputError("on_progress: a function that is not asynchronous is needed, as no loop awaits it")
         self.best: Attempt[Any] | None = None
         self._budget = budget or Budget()
         self._on_progress = on_progress

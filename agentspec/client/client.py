@@ -21,7 +21,7 @@ from agentspec.client.loops import Loops
 from agentspec.client.messages import Content
 from agentspec.client.option_checks import options_named
 from agentspec.client.priming import Priming, added_by
-from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_speculation
+from agentspec.client.reply import ParsedT, Reply, Speculation, read_speculation
 from agentspec.client.request import (
     ERASURE_PAUSE_S,
     ERASURE_S,
@@ -35,6 +35,7 @@ from agentspec.client.request import (
     is_erased,
 )
 from agentspec.client.session_naming import SessionTags
+from agentspec.client.streamed_answer import StreamedAnswer
 from agentspec.client.streams import ReplyStream
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class AgentClient(ClientBase[openai.OpenAI]):
         each token: the input of `agentspec report`.
     tokenizer: where forecasts get tokens. "server": vLLM sends their ids with each answer. A tokenizer.json, a model's
         folder or name, or a function from text to token ids: messages are tokenised here. None: an approximation.
+    thoughts: whether a reasoning model's thoughts go back to it with the history, in the field in which its server sent
+        them. Most such models need them between tool calls. OpenAI's API, which sends none, gets none.
     options: any other option of the OpenAI client (timeout, max_retries, http_client, ...).
 
     Raises ConfigurationError for an option that cannot work, and StoreError if a store given by URL cannot be opened.
@@ -79,10 +82,11 @@ class AgentClient(ClientBase[openai.OpenAI]):
         speculation: Speculating = True,
         record: str | Path | None = None,
         tokenizer: str | Tokenize | None = None,
+        thoughts: bool = True,
         **options: Unpack[ClientOptions],
     ) -> None:
         connection = connect(openai.OpenAI, base_url, api_key, options)
-        super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
+        super().__init__(connection, model, store, session_tags, speculation, record, tokenizer, thoughts)
         self._probe_lock = threading.Lock()
 
     def session(
@@ -96,7 +100,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
         """Return the session with this id and its stored messages; without an id, a new session.
 
         group: the problem that several sessions answer, such as an RL problem; they draft from each other's answers
-        first. It is not stored, so name it again in another process.
+        first. It is not stored, so name it again in another process, or once no Session of this id is held here.
         on_unavailable: what to do if the stored messages cannot be read. "raise": raise a StoreError at the first use,
         before anything is sent. "empty": start without them; new messages are stored behind them.
         parent: the session that started this one; see Session.child().

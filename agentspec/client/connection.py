@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import openai
 
 from agentspec.addresses import without_secrets
+from agentspec.client.messages import THOUGHTS
 from agentspec.client.option_checks import check_header_value, check_headers, check_mapping, check_retries
 from agentspec.client.session_naming import spelled_here
 from agentspec.errors import ConfigurationError
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 _UNKNOWN = re.compile("unknown|unrecogni[sz]ed|unexpected|unsupported|extra|not (permitted|allowed)", re.IGNORECASE)
 _OUR_FIELD = re.compile(r"\b(session_id|vllm_xargs)\b")
+_THOUGHTS = re.compile(rf"\b({'|'.join(THOUGHTS)})\b")
 _BROKEN = frozenset({"ReadError", "RemoteProtocolError"})
 """Names of the HTTP client's errors after it has connected; names, because it is httpx or httpx2."""
 
@@ -120,8 +122,13 @@ def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[N
             error.add_note(f"agentspec: most servers answer below /v1: give {_address_of(connection)}/v1 as base_url")
         raise
     except openai.APIStatusError as error:
-        if error.status_code in (400, 422) and _UNKNOWN.search(str(error)) and _OUR_FIELD.search(str(error)):
-            error.add_note('agentspec: a gateway may refuse fields that it does not know: give session_tags="header"')
+        if error.status_code in (400, 422) and _UNKNOWN.search(str(error)):
+            if _OUR_FIELD.search(str(error)):
+                error.add_note(
+                    'agentspec: a gateway may refuse fields that it does not know: give session_tags="header"'
+                )
+            elif _THOUGHTS.search(str(error)):
+                error.add_note("agentspec: the server refuses a reasoning model's thoughts: give thoughts=False")
         raise
 
 

@@ -189,8 +189,8 @@ class Conversation:
 
     @property
     def cache_salts(self) -> list[str]:
-        """Return the salts that calls have sent in this client, oldest first."""
-        return self._erasures.salts(self.id)
+        """Return the salts that calls of this session and of its helpers have sent in this client."""
+        return [salt for session in (self.id, *self.helpers) for salt in self._erasures.salts(session)]
 
     def copy_to(self, other: Conversation, turns: int | None = None) -> None:
         """Copy the history, or its first turns, to another, loaded conversation, and become its parent.

@@ -92,9 +92,10 @@ def refine(
         if stage is not None and not attempt.feedback:
             attempt = _with_text(attempt, stage)
         account.record(attempt)
+        if attempt.reply is not None and (attempt.error is None or stage is None):
+            account.best = attempt  # its critic may have failed
         if attempt.error is not None:
             return account.why_failed()
-        account.best = attempt
         if not attempt.feedback:
             return "done"
         content = attempt.feedback

@@ -13,6 +13,12 @@ from agentspec.errors import InvalidInputError
 
 T = TypeVar("T")
 
+THOUGHTS = ("reasoning", "reasoning_content", "reasoning_details", "extra_content")
+"""Fields in which servers send a reasoning model's thoughts, or a signature of them, in an answer or a tool call of it.
+
+They are read in the next request: by vLLM and SGLang for the chat templates of such models, and by some services that
+refuse tool calls without them.
+"""
 _DEEPEST = 200  # most levels of a message, because recursive functions copy and encode it
 
 MessageLike: TypeAlias = Mapping[str, object] | pydantic.BaseModel
@@ -57,8 +63,8 @@ def as_message(message: object) -> dict[str, Any]:
 def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
     """Return the model's message in the form for the next request.
 
-    The message keeps only the fields that the API defines for a request. Strict servers reject the others (annotations,
-    reasoning text, nulls); the reply's `raw` has them all.
+    The message keeps the fields that the API defines for a request, and THOUGHTS. Strict servers reject the others
+    (annotations, nulls); the reply's `raw` has them all.
     """
     kept: dict[str, Any] = {"role": "assistant"}
     if message.content is not None:
@@ -74,6 +80,14 @@ def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
         kept["function_call"] = {"name": encodable(call.name or ""), "arguments": encodable(call.arguments or "{}")}
     if message.tool_calls:
         kept["tool_calls"] = [_tool_call(call.model_dump(exclude_none=True)) for call in message.tool_calls]
+    return kept | _thoughts(message.model_extra or {})
+
+
+def without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without THOUGHTS, for a server that does not take them."""
+    kept = {name: value for name, value in message.items() if name not in THOUGHTS}
+    if calls := kept.get("tool_calls"):
+        kept["tool_calls"] = [{name: value for name, value in call.items() if name not in THOUGHTS} for call in calls]
     return kept
 
 
@@ -162,14 +176,30 @@ def check_text(field: str, value: str) -> None:
         ) from None
 
 
+def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of an answer's fields that are thoughts."""
+    return {name: _encodable_parts(fields[name]) for name in THOUGHTS if fields.get(name) is not None}
+
+
+def _encodable_parts(value: Any) -> Any:
+    """Return a copy of a server's value, whose texts are `encodable`."""
+    if isinstance(value, Mapping):
+        return {encodable(name): _encodable_parts(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_encodable_parts(part) for part in value]
+    return encodable(value)
+
+
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    kind = call.get("type") or "function"
+    kind = str(call.get("type"))
+    if not isinstance(call.get(kind), Mapping):  # some servers leave the type out, or have one of their own
+        kind = "function"
     body = {
         key: encodable(value) for key, value in (call.get(kind) or {}).items() if key in ("name", "arguments", "input")
     }
     if kind == "function":
         body.setdefault("arguments", "{}")  # some servers send no arguments, but no server takes a call without them
-    return {"id": call["id"], "type": kind, kind: body}
+    return {"id": call["id"], "type": kind, kind: body} | _thoughts(call)
 
 
 def shown(value: object) -> str:

@@ -13,7 +13,7 @@ import openai
 
 from agentspec.client.conversation import Conversation
 from agentspec.client.formats import check_response_format, has_loose_tools, json_schema_format
-from agentspec.client.messages import Content, as_messages, shown
+from agentspec.client.messages import Content, as_messages, shown, without_thoughts
 from agentspec.client.option_checks import check_headers, check_mapping, check_retries, check_timeout
 from agentspec.client.predictions import as_prediction, check_predict, likely_answer, openai_refuses
 from agentspec.client.reply import ParsedT, Reply
@@ -113,7 +113,8 @@ class RequestBuilder:
 
     extension: whether the server has agentspec's extension. The answer to a probe is final. If the probe fails (no
     connection, 5xx), the client assumes no extension and probes again RETRY_AFTER_S seconds later. token_ids: whether
-    to ask servers for the token ids of prompts and answers, which vLLM sends. host: name of the server's host.
+    to ask servers for the token ids of prompts and answers, which vLLM sends. thoughts: whether to send back what a
+    reasoning model thought. host: name of the server's host; OpenAI's API refuses thoughts.
 
     Raises ConfigurationError for a setting that cannot work.
     """
@@ -125,6 +126,7 @@ class RequestBuilder:
         speculation: Speculating,
         *,
         token_ids: bool = False,
+        thoughts: bool = True,
         host: str = "",
     ) -> None:
         if not isinstance(model, str) or not model:
@@ -135,12 +137,15 @@ class RequestBuilder:
             )
         if not isinstance(speculation, bool) and speculation not in ("summary", "detailed"):
             raise ConfigurationError(f"speculation: True, False or 'detailed' is needed, not {speculation!r}")
+        if not isinstance(thoughts, bool):
+            raise ConfigurationError(f"thoughts: True or False is needed, not {shown(thoughts)}")
         self.model = model
         self.extension = False
         self._session_tags = session_tags
         self._speculation = "summary" if speculation is True else speculation or None
         self._token_ids = token_ids
         self._of_openai = host == _OPENAI_HOST
+        self._thoughts = thoughts and not self._of_openai
         self._ask_at = 0.0
 
     @property
@@ -225,7 +230,8 @@ class RequestBuilder:
         stream: whether the answer will be streamed. The caller's own options are kept.
         """
         call.begin = time.monotonic()
-        request: dict[str, Any] = {"model": self.model, **call.options, "messages": list(messages)}
+        sent = list(messages) if self._thoughts else [without_thoughts(message) for message in messages]
+        request: dict[str, Any] = {"model": self.model, **call.options, "messages": sent}
         if call.options.get("extra_headers"):
             request["extra_headers"] = spelled_here(call.options["extra_headers"])
         if call.response_format is not None:

@@ -106,7 +106,8 @@ def _run_together(step: Together) -> None:
     futures = [future for _, future in waiting]
     try:
         for _ in range(min(step.at_once, len(futures))):
-            threading.Thread(target=run, name="agentspec-loop", daemon=True).start()
+            context = contextvars.copy_context()  # of the caller, for its tools and for tracing
+            threading.Thread(target=context.run, args=(run,), name="agentspec-loop", daemon=True).start()
         for future in futures:
             future.result()
     finally:  # after an error or interrupt no loop begins; the calls that run end by themselves and change nothing here

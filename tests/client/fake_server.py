@@ -16,6 +16,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 
 KNOWN_FIELDS = {*CompletionCreateParamsBase.__annotations__, "stream"}
 KNOWN_ASSISTANT_FIELDS = {"role", "content", "refusal", "audio", "tool_calls", "function_call"}
+THOUGHTS = ("reasoning", "reasoning_content", "reasoning_details")
 EXTENSION_FIELDS = {"cache_salt", "return_token_ids", "session_id", "vllm_xargs"}
 
 
@@ -46,6 +47,7 @@ class FakeServer:
     erasing: list[int] = field(default_factory=list)  # statuses of the next erasures; 202: something is left
     broken_stream: bool = False
     cut: bool = False  # chat answers are shorter than their headers say, as if the server had died
+    refuses_thoughts: bool = False
     hold: threading.Event | None = None  # chat calls wait for it
     received: list[Received] = field(default_factory=list)
     taking: threading.Lock = field(default_factory=threading.Lock)  # while a handler's thread notes or takes something
@@ -98,7 +100,7 @@ class FakeServer:
         open_calls: set[str] = set()
         for message in body["messages"]:
             if message["role"] == "assistant":
-                if unknown := message.keys() - KNOWN_ASSISTANT_FIELDS:
+                if unknown := message.keys() - KNOWN_ASSISTANT_FIELDS - set(() if self.refuses_thoughts else THOUGHTS):
                     return f"unknown fields of an assistant message: {sorted(unknown)}"
                 open_calls = {call["id"] for call in message.get("tool_calls", ())}
             elif message["role"] == "tool":
@@ -126,11 +128,18 @@ class FakeServer:
                     "index": 0,
                     "finish_reason": reason,
                     "logprobs": None,
-                    # fields that servers send and that must not be sent back
-                    "message": {"role": "assistant", "content": None, "annotations": [], "reasoning": "hm", **message},
+                    # annotations: a field that servers send and that must not be sent back
+                    "message": {"role": "assistant", "content": None, "annotations": [], **message},
                 }
             ],
         }
+
+
+def pieces_of(value: Any) -> list[Any]:
+    """Return a text in pieces of three characters, or each part of a list in a list of its own."""
+    if isinstance(value, list):
+        return [[part] for part in value]
+    return [value[start : start + 3] for start in range(0, len(value), 3)]
 
 
 def chunks_of(answer: dict[str, Any], *, usage: bool) -> list[dict[str, Any]]:
@@ -139,21 +148,17 @@ def chunks_of(answer: dict[str, Any], *, usage: bool) -> list[dict[str, Any]]:
     choice = answer["choices"][0]
     message = choice["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{name: piece} for name in THOUGHTS for piece in pieces_of(message.get(name) or "")]
     text = message["content"] or ""
     deltas += [{"content": text[start : start + 3]} for start in range(0, len(text), 3)]
     if call := message.get("function_call"):
         deltas.append({"function_call": {"name": call["name"], "arguments": ""}})
         deltas += [{"function_call": {"arguments": piece}} for piece in (call["arguments"][:3], call["arguments"][3:])]
     for index, call in enumerate(message.get("tool_calls", ())):
-        function = call["function"]
-        deltas.append(
-            {"tool_calls": [{"index": index, **call, "function": {"name": function["name"], "arguments": ""}}]}
-        )
-        arguments = function["arguments"]
-        deltas += [
-            {"tool_calls": [{"index": index, "function": {"arguments": arguments[start : start + 3]}}]}
-            for start in range(0, len(arguments), 3)
-        ]
+        kind, text = ("custom", "input") if "custom" in call else ("function", "arguments")
+        body = call[kind]
+        deltas.append({"tool_calls": [{"index": index, **call, kind: {"name": body["name"], text: ""}}]})
+        deltas += [{"tool_calls": [{"index": index, kind: {text: piece}}]} for piece in pieces_of(body[text])]
     result = [{**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     if "prompt_token_ids" in answer:
         result[0]["prompt_token_ids"] = answer["prompt_token_ids"]

@@ -215,7 +215,7 @@ async def test_the_runner_takes_a_session(server: FakeServer) -> None:
         {"content": "5"},
         {"content": "as I said"},
     ]
-    server.answers = [{**text, "reasoning": None} for text in texts]  # the Runner would send it back
+    server.answers = texts
     async with connect(server) as client:
         session = client.session("s")
         assert isinstance(session, agents.memory.Session)

@@ -144,6 +144,17 @@ def test_salts_and_helpers_outlive_the_session_object(server: FakeServer) -> Non
     assert set(salts_of_erasures(server)) == {None, "mine", "unkept"}
 
 
+def test_clear_erases_what_helpers_said_and_what_was_primed_under_salts(server: FakeServer) -> None:
+    with connect(server, "memory://") as client:
+        session = client.session("s")
+        session.best_of("count", 2, lambda reply: 1.0, extra_body={"cache_salt": "mine"})
+        session.prime(["a text"], cache_salt="primed")
+        session.clear()
+    used = {chat.headers["x-session-id"] for chat in server.chats}
+    erasures = zip(server.erased, salts_of_erasures(server), strict=True)
+    assert {(helper, "mine") for helper in used} | {("s", "primed")} <= set(erasures)
+
+
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.client.erasure_list._MAX_SESSIONS", 3)
     monkeypatch.setattr("agentspec.client.erasure_list._MAX_NAMES", 2)

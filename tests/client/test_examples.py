@@ -119,7 +119,7 @@ def test_two_sessions_tell_their_sources(server: FakeServer, tmp_path: Path) -> 
 
 @pytest.mark.skipif(importlib.util.find_spec("agents") is None, reason="openai-agents is not installed")
 def test_the_runner_of_openai_agents_keeps_its_history_in_a_session(server: FakeServer, tmp_path: Path) -> None:
-    server.answers = [{"content": text, "reasoning": None} for text in ("one", "two")]
+    server.answers = [{"content": text} for text in ("one", "two")]
     said = run_example("openai_agents.py", server, tmp_path)
     assert said == "one\ntwo\n4 messages in session poet\n"
     assert {chat.headers["x-session-id"] for chat in server.chats} == {"poet"}
@@ -131,7 +131,7 @@ def test_pydantic_ai_needs_an_address_and_a_header(
 ) -> None:
     server.api_key = "secret"
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    server.answers = [{"content": text, "reasoning": None} for text in ("one", "two")]
+    server.answers = [{"content": text} for text in ("one", "two")]
     said = run_example("pydantic_ai_agent.py", server, tmp_path, "--session", "hares")
     assert said == "one\ntwo\nsession hares: 3 tokens in the last turn\n"
     assert [chat.headers["x-session-id"] for chat in server.chats] == ["hares", "hares"]

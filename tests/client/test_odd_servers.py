@@ -10,7 +10,8 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from agentspec import AgentClient, AgentSpecError, Budget
-from agentspec.client.reply import StreamedAnswer, read_reply
+from agentspec.client.reply import read_reply
+from agentspec.client.streamed_answer import StreamedAnswer
 
 from .fake_server import FakeServer
 

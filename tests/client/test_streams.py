@@ -13,7 +13,8 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from agentspec import AgentClient, AgentSpecError, InvalidInputError, SessionBusyError
-from agentspec.client.reply import StreamedAnswer, read_reply
+from agentspec.client.reply import read_reply
+from agentspec.client.streamed_answer import StreamedAnswer
 from tests.store.helpers import wait_until
 
 from .fake_server import FakeServer
@@ -197,4 +198,4 @@ def test_a_streams_reply_has_the_reasoning_and_the_log_probabilities() -> None:
     assert reply.raw.choices[0].message.model_extra == {"reasoning": "think hard"}
     found = reply.raw.choices[0].logprobs
     assert found is not None and [part.token for part in found.content or ()] == ["a", "b"]
-    assert reply.message == {"role": "assistant", "content": "ab"}
+    assert reply.message == {"role": "assistant", "content": "ab", "reasoning": "think hard"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable
@@ -101,6 +102,19 @@ class TestTools:
         server.answers = [calls(("add", '{"a": 2}'))]
         result, messages = run("run_tools", "add", [add], attempts=1)
         assert result.stopped == "attempts" and roles(messages) == ["user", "assistant", "tool"]
+
+    def test_tools_know_the_context_of_their_caller(self, run: Any, server: FakeServer) -> None:
+        """Tracing keeps a span there, and web frameworks keep the request."""
+        who = contextvars.ContextVar("who", default="nobody")
+
+        def name_caller() -> str:
+            return who.get()
+
+        server.answers = [calls(("name_caller", "{}"), ("name_caller", "{}")), {"content": "done"}]
+        token = who.set("ann")
+        result, _ = run("run_tools", "who?", [name_caller])
+        who.reset(token)
+        assert [tool.answer for tool in result.attempts[0].tools] == ["ann", "ann"]
 
     def test_at_most_at_once_tools_run_together(self, run: Any, server: FakeServer) -> None:
         running, most, lock, two = 0, 0, threading.Lock(), threading.Barrier(2)

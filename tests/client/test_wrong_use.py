@@ -299,12 +299,16 @@ def test_a_message_may_be_nested(session: Session) -> None:
     assert session.messages[2]["more"] == part
 
 
+async def tell(progress: object) -> None: ...
+
+
 def test_options_of_loops_are_checked(server: FakeServer, session: Session) -> None:
     wrong: Any = 5
     stage = Stage("plan", "Plan.")
     calls: dict[str, Callable[[], object]] = {
         "budget": lambda: session.refine("two", content, budget=wrong),
         "on_progress": lambda: session.refine("two", content, on_progress=wrong),
+        "on_progress: a function that is not": lambda: session.refine("two", content, on_progress=tell),
         "critic": lambda: session.refine("two", wrong),
         "reward": lambda: session.best_of("two", 2, wrong),
         "at_once": lambda: session.run_tools("two", [print_it], at_once=0),

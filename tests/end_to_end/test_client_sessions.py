@@ -80,6 +80,19 @@ def test_the_first_request_of_a_primed_session_drafts_from_it(priced: ModelServe
     assert primed.speculation.steps < without.speculation.steps
 
 
+def test_a_server_takes_a_history_with_thoughts(priced: ModelServer) -> None:
+    signature = {"google": {"thought_signature": "c2lnbmVk"}}
+    call = {"id": "call-1", "type": "function", "function": {"name": "run", "arguments": "{}"}}
+    thoughts = {"reasoning": "I must.", "reasoning_content": "I must.", "reasoning_details": [{"text": "I must."}]}
+    with connect(priced) as client:
+        session = client.session("with-thoughts")
+        session.add({"role": "user", "content": make_task(FIRST_HELD_OUT_SEED + 22).request})
+        session.add({"role": "assistant", **thoughts, "tool_calls": [{**call, "extra_content": signature}]})
+        session.tool_result("call-1", "done")
+        assert session.prime(cache_salt="with-thoughts") == 1
+        assert session.chat(**options("with-thoughts")).finish_reason in ("stop", "length")
+
+
 def test_a_session_resumed_on_another_server_drafts_from_its_past(
     plain: ModelServer, priced: ModelServer, tmp_path: Path
 ) -> None:
