@@ -8,12 +8,13 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from agentspec.cache.store import Erasure, NewEntry, RecordReader, SessionUsage, Store, TurnRecord, decode
+from agentspec.cache.store.courtesy import Courtesy
 from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.figures.step_record import StepRecord
 from agentspec.server_ext.figures.traces import Traces
@@ -23,7 +24,7 @@ from agentspec.server_ext.step import RequestState
 logger = logging.getLogger(__name__)
 
 _MOST_JOBS, _MOST_OF_OWNER = 256, 64
-"""Most jobs whose answers were not fetched yet: of all askers, and of one principal."""
+"""Most jobs whose answers were not fetched yet: of all askers, and of one caller."""
 _ABANDONED_SECONDS = 5.0
 """Time without a poll after which an asker counts as gone. The routes poll every quarter of a second."""
 _FLUSH_SECONDS = 1.0
@@ -32,6 +33,8 @@ _LOAD_SECONDS = 0.25
 """Longest wait until an imported session is read back from the store, before the import is answered."""
 _PART_BYTES = 256 * 1024
 """Bytes of records from which on an answer ends, because the engine passes it on between two steps."""
+_WRITE_RECORDS, _WRITE_BYTES = 256, 256 * 1024
+"""Most records, and about the most bytes, that an import appends at once: Redis answers nobody else meanwhile."""
 _SLICE_SECONDS = 0.1
 """How long a job reads in one go, before other jobs that wait for the same thread have a turn."""
 
@@ -48,7 +51,7 @@ class _Slice:
 class _Job:
     """Hold a job. When all futures have ended, its answer is the first error, or else the first future's value.
 
-    asked: time (``time.monotonic``) of the latest poll. owner: principal of the asker. futures: empty while the next
+    asked: time (``time.monotonic``) of the latest poll. owner: the asking caller. futures: empty while the next
     slice is yet to be submitted. items: yields the items of the next slices, in lists that may be empty. A slice may
     end behind any list.
     """
@@ -93,7 +96,7 @@ class SessionAdmin:
     def begin(self, job: str, owner: str | None, what: str, *args: Any) -> dict[str, Any]:
         """Begin a job. Returns {}, or an error as ``poll`` does.
 
-        job: a name that the asker chooses. owner: principal of the asker; principals with waiting jobs take turns.
+        job: a name that the asker chooses. owner: the asking caller; callers with waiting jobs take turns.
         what, args: one of these jobs with its arguments, and the value that ``poll`` will return:
 
         "list", tenant, principal, anybody, count, before: the ``count`` sessions used last, as dicts, and all used at
@@ -143,6 +146,7 @@ class SessionAdmin:
         """Remove a session here that another process has erased in the store. Any thread may call it."""
         self._blank(session)
         self._cache.remove_session(tenant, session)
+        self._erase_traces(session, {tenant})
         with contextlib.suppress(StoreError):  # the next start asks the store what was erased
             self._delete_snapshot()
 
@@ -183,6 +187,7 @@ class SessionAdmin:
             held = {tenant for tenant in known if self._cache.has_session(tenant, session)}
             for tenant in {*tenants, *known}:
                 self._cache.remove_session(tenant, session)
+            self._erase_traces(session, {*tenants, *held})
             try:
                 self._delete_snapshot()
             except StoreError as error:
@@ -200,11 +205,15 @@ class SessionAdmin:
 
     def _blank(self, session: str) -> tuple[Future[None], ...]:
         """Remove a session from traces and the step record. Later lines about its requests do not name it."""
-        if self._traces is not None:
-            self._traces.erase(session)
+        self._erase_traces(session, ())
         for state in self._states_of(session):
             state.identity = replace(state.identity, session=None, session_name=None)
         return () if self._step_record is None else (self._step_record.erase(session),)
+
+    def _erase_traces(self, session: str, tenants: Collection[str | None]) -> None:
+        """Erase a session from the traces: its own, and those of the tenants that may have drafted from it."""
+        if self._traces is not None:
+            self._traces.erase(session, tenants)
 
     def _states_of(self, session: str) -> list[RequestState]:
         return [state for state in self._states() if state.identity.session == session]
@@ -249,15 +258,19 @@ class SessionAdmin:
 
     def _read(self, store: Store, session: str, tenant: str | None, anybody: bool) -> Iterator[list[bytes]]:
         """Yield a session's records that can be used."""
-        reader = RecordReader()
+        reader, courtesy = RecordReader(), Courtesy()
         for log in self._logs(store, tenant, anybody, session):
             for entry, record in reader.read(store.read(log, session=session)):
                 yield [] if record is None else [entry.payload]
+                courtesy.pause()
 
     def _write(
         self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool
     ) -> Iterator[list[int]]:
-        """Append the records that a session lacks to the store, as `begin` says. Yields their number last."""
+        """Append the records that a session lacks to the store, as `begin` says. Yields their number last.
+
+        If that fails between two slices, the next try appends the others.
+        """
         held: set[tuple[str, int]] = set()
         for log in self._logs(store, tenant, session=session):
             for turn in _turns(store, log, session):
@@ -266,10 +279,15 @@ class SessionAdmin:
         if only_new and (held or self._cache.has_session(tenant, session)):
             yield [0]
             return
-        given = {_name_of(decode(payload)): payload for payload in payloads}  # a text may be given twice
-        new = [payload for name, payload in given.items() if name not in held]
-        if new:
-            store.append(self._persistence.logs.of(tenant), [NewEntry(session, payload) for payload in new])
+        given = dict[tuple[str, int], bytes]()  # by name, because a text may be given twice
+        courtesy = Courtesy()
+        for payload in payloads:
+            given[_name_of(decode(payload))] = payload
+            courtesy.pause()
+        new = [NewEntry(session, payload) for name, payload in given.items() if name not in held]
+        for part in _slices_of(new):
+            store.append(self._persistence.logs.of(tenant), part)
+            yield []
         self._persistence.load_again(tenant, session, _LOAD_SECONDS)
         yield [len(new)]
 
@@ -333,11 +351,27 @@ def _summary_of(
     }
 
 
+def _slices_of(entries: Sequence[NewEntry]) -> Iterator[list[NewEntry]]:
+    """Yield the entries in slices of _WRITE_RECORDS and about _WRITE_BYTES at most."""
+    part: list[NewEntry] = []
+    size = 0
+    for entry in entries:
+        part.append(entry)
+        size += len(entry.payload)
+        if len(part) == _WRITE_RECORDS or size >= _WRITE_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
 def _turns(store: Store, namespace: str, session: str, newest: int | None = None) -> Iterable[TurnRecord]:
     """Yield the turns of a session in a log. Skips records that cannot be decoded or name another session."""
+    courtesy = Courtesy()
     for _, record in RecordReader().read(store.read(namespace, session=session, newest=newest)):
         if isinstance(record, TurnRecord):
             yield record
+        courtesy.pause()
 
 
 def _name_of(record: Any) -> tuple[str, int]:

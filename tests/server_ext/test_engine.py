@@ -189,9 +189,10 @@ def test_an_end_that_fails_costs_its_response_alone(monkeypatch: pytest.MonkeyPa
     engine = Engine(tenant="t")
     with monkeypatch.context() as broken:
         broken.setattr(Turnover, "end", Mock(side_effect=RuntimeError("broken on purpose")))
-        engine.run("a", [1, 2, 3], TEXT)
+        engine.run("a", [1, 2, 3], TEXT, detailed=True)
     stats = engine.proposer.stats()
     assert (stats["counters"]["errors_finish"], stats["running"], stats["cache"]["requests"]) == (1, 0, 0)
+    assert not engine.proposer.metrics._running and engine.proposer._traces.running == 0  # no limit holds for these
     assert engine.run("b", [1, 2, 3, 100, 101], TEXT[2:]) > len(TEXT) / 2  # nothing of it was kept
     assert engine.run("c", [1, 2, 3, 100, 101], TEXT[2:]) < len(TEXT) / 2
 

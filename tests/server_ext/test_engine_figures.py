@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from agentspec.cache.policy import DEFAULT_COST
+from agentspec.server_ext.figures.traces import steps_of
 from agentspec.server_ext.fusion import StepModel
 from agentspec.server_ext.step import Batch, DraftRows, Repetition, Step
 from tests.timing import cpu
@@ -77,7 +78,7 @@ def test_of_what_was_accepted_the_figures_have_what_the_caller_got(
     engine.proposer.note_lengths({"b": length})
     figures = engine.proposer.request("b")
     assert figures is not None and figures["drafted"] == before["drafted"]
-    accepted = sum(len(step["sources"]) for step in figures["detail"])
+    accepted = sum(len(step["sources"]) for step in steps_of(figures["detail"]))
     assert figures["accepted"] == sum(figures["accepted_by_source"].values()) == accepted
 
 

@@ -250,7 +250,7 @@ def test_the_traceback_of_an_unknown_session_does_not_name_it(start: Start, capl
     assert "404" in caplog.text and "a-session-of-ada" not in caplog.text
 
 
-def test_an_erasure_forgets_what_its_caller_might_have_quoted(start: Start) -> None:
+def test_an_erasure_forgets_what_its_caller_might_have_quoted(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The texts may be the session's. Those of other callers stay, unless the administrator erases."""
     server = start(ADA, BOB)
     tokenizer = Tokenizer()
@@ -273,3 +273,6 @@ def test_an_erasure_forgets_what_its_caller_might_have_quoted(start: Start) -> N
     assert server.erase(ADMIN, "0" * 32).status_code == 200
     assert server.state.agentspec_quotes.held_bytes == 0
     assert all_encoded() == [whole] * 3
+    monkeypatch.setattr("agentspec.server_ext.api.request_bodies._owner", lambda engine: "")  # as with api_keys_file
+    assert server.erase(ADMIN, "0" * 32).status_code == 200
+    assert server.state.agentspec_quotes.held_bytes == 0

@@ -5,7 +5,7 @@ import json
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -182,11 +182,15 @@ class TestExportAndImport:
                 release.set()
             assert {call.result(60).status_code for call in waiting} == {200}
 
+    @pytest.mark.parametrize("salts", [False, True])
     @pytest.mark.parametrize(("bodies_of_all", "of_another"), [(16, 200), (4, 429)])
     def test_bodies_that_wait_are_bounded(
-        self, start: Start, monkeypatch: pytest.MonkeyPatch, bodies_of_all: int, of_another: int
+        self, start: Start, monkeypatch: pytest.MonkeyPatch, bodies_of_all: int, of_another: int, salts: bool
     ) -> None:
-        """One caller sends ten times as many as fit. Another still imports, unless all together are too many."""
+        """One caller sends ten times as many as fit. Another still imports, unless all together are too many.
+
+        salts: whether each body comes with a salt of its own, which makes another principal of the same caller.
+        """
         monkeypatch.setattr(imports, "_MAX_BODY", 1000)
         monkeypatch.setattr(imports, "_BODIES_OF_ALL", bodies_of_all)
         server = start(ADA, BOB, engines=1)
@@ -194,7 +198,11 @@ class TestExportAndImport:
         slow, quick = ({"version": 1, "texts": [text + 900 * "x"]} for text in ("slow", "quick"))
         with server.http, ThreadPoolExecutor(50) as callers:
             try:
-                waiting = [callers.submit(server.call, ADA, "PUT", f"slow{i}", json=slow) for i in range(40)]
+                salted = [{"X-Cache-Salt": str(i)} if salts else {} for i in range(40)]
+                waiting = [
+                    callers.submit(server.call, ADA, "PUT", f"slow{i}", json=slow, headers=headers)
+                    for i, headers in enumerate(salted)
+                ]
                 wait_until(lambda: sum(call.done() for call in waiting) >= 36, 20)
                 refused = [call.result() for call in waiting if call.done()]
                 assert [answer.status_code for answer in refused] == 36 * [429]
@@ -209,6 +217,28 @@ class TestExportAndImport:
             assert sorted(call.result(60).status_code for call in waiting) == 4 * [200] + 36 * [429]
             assert server.call(BOB, "PUT", "later", json=quick).status_code == 200
         assert not session_routes._imports._held
+
+    def test_a_long_import_is_appended_in_slices(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Redis answers nobody while it appends. An import that fails in between is completed by the next one."""
+        server = start(ADA, engines=1)
+        server.say(server.identity(ADA, "one"))
+        body = server.call(ADA, "GET", "one").json()
+        body["turns"] = [{**body["turns"][0], "number": number} for number in range(1, 1001)]
+        store = server.engines[0]._persistence._store
+        append, sizes = store.append, list[int]()
+
+        def counted(namespace: str, entries: Sequence[Any], **more: Any) -> list[str]:
+            sizes.append(len(entries))
+            if len(sizes) == 3:
+                raise StoreUnavailableError("away")
+            return append(namespace, entries, **more)
+
+        monkeypatch.setattr(store, "append", counted)
+        assert server.call(ADA, "PUT", "copy", json=body).status_code == 503
+        assert server.call(ADA, "PUT", "copy", json=body).json()["added"] == 1000 - 2 * 256
+        assert sizes == [256, 256, 256, 256, 1000 - 3 * 256]
+        assert server.call(ADA, "PUT", "copy", json=body).json()["added"] == 0
+        assert len(server.call(ADA, "GET", "copy").json()["turns"]) == 1000
 
     def test_a_body_without_end_is_refused(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(imports, "_MAX_BODY", 1000)

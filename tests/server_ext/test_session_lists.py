@@ -164,6 +164,32 @@ def test_without_keys_a_web_page_cannot_list_by_a_name_that_leads_here(start: St
 
 
 @pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Origin": "http://localhost:3000", "Sec-Fetch-Site": "same-site"}, 200),
+        ({"Origin": "http://127.0.0.1:8000", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+    ],
+)
+def test_without_keys_a_web_page_of_another_site_gets_no_sessions(
+    start: Start, headers: dict[str, str], status: int
+) -> None:
+    """A browser sends the calls of any page to localhost, and shows it the answers where all origins are allowed."""
+    server = start(engines=1)
+    server.say(server.identity(None, "one"))
+    for method, session in (("GET", ""), ("GET", "one"), ("DELETE", "one")):
+        assert server.call(None, method, session, headers=headers).status_code == status, (method, session)
+    keyed = start(ADA, engines=1)
+    assert keyed.call(ADA, "GET", headers=headers).status_code == 200  # a page does not know the key
+    server.state.agentspec_loopback = False
+    assert server.call(None, "DELETE", "one", headers=headers).status_code == 200  # an id is a capability there
+
+
+@pytest.mark.parametrize(
     ("host", "local"),
     [
         ("127.0.0.1", True),

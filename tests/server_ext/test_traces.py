@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from agentspec.cache import SOURCES
 from agentspec.server_ext.api.response_figures import _as_text
 from agentspec.server_ext.figures.metrics import RequestFigures
-from agentspec.server_ext.figures.traces import Trace, Traces
+from agentspec.server_ext.figures.traces import Trace, Traces, steps_of
 from agentspec.server_ext.identity import DETAIL_KEY, Identity, RequestTagger
 from agentspec.server_ext.step import NewRequest
 
@@ -21,8 +22,7 @@ REQUEST, GLOBAL = SOURCES.index("request"), SOURCES.index("global")
 def detail(engine: Engine, request_id: str) -> list[dict[str, Any]]:
     figures = engine.proposer.request(request_id)
     assert figures is not None
-    steps: list[dict[str, Any]] = figures["detail"]
-    return steps
+    return steps_of(figures["detail"])
 
 
 def test_a_trace_has_each_token_of_the_response_and_where_it_came_from() -> None:
@@ -118,7 +118,7 @@ def test_what_is_taken_back_of_drafts_was_rejected(count: int, shared: bool) -> 
         traces.add(trace, tokens, len(draft), accepted)
     traces.cut(trace, count)
     kept, rejections = 10 - count, 0
-    for (tokens, draft, sources, accepted), step in zip(steps, trace.as_list(), strict=True):
+    for (tokens, draft, sources, accepted), step in zip(steps, steps_of(trace.packed()), strict=True):
         left = min(len(tokens), kept)
         right = min(accepted, left)
         kept -= left
@@ -138,6 +138,49 @@ def test_an_erased_session_leaves_no_trace() -> None:
     figures = engine.proposer.request("a")
     assert figures is not None and "detail" not in figures
     assert len(detail(engine, "b")) > 0
+
+
+def test_an_erased_session_is_not_told_as_what_others_rejected() -> None:
+    """The rejected tokens of another session of the same caller quote it."""
+    engine = Engine()
+    said = [*range(700, 760)]
+    engine.run("a", [1, 2, 3], said, session="erased")
+    engine.run("b", [4, 5, *said[:9]], [said[9], 8, 9, 10], session="other", detailed=True)
+    rejected = [token for step in detail(engine, "b") for token in step["rejected"]]
+    assert set(rejected) & set(said)
+    engine.proposer.session("begin", "job", None, "erase", "erased", [None])
+    while not engine.proposer.session("poll", "job"):
+        time.sleep(0.01)
+    found = detail(engine, "b")
+    assert [token for step in found for token in step["rejected"]] == [-1] * len(rejected)
+    assert [token for step in found for token in step["tokens"]] == [said[9], 8, 9, 10]
+
+
+@pytest.mark.parametrize(("tenant", "hidden"), [("own", True), ("other", False)])
+def test_a_draft_on_its_way_is_hidden_where_it_may_quote_an_erased_session(tenant: str, hidden: bool) -> None:
+    traces, figures = Traces(max_bytes=10_000), RequestFigures()
+    trace = traces.begin(figures, "t", shares_corpus=False, tenant="own")
+    trace.note_draft([4, 5], [GLOBAL, REQUEST])
+    traces.erase("s", {tenant})
+    traces.add(trace, [7], 2, 0)
+    trace.note_draft([6], [GLOBAL])  # the step was drafting while the session was erased
+    traces.add(trace, [7], 1, 0)
+    trace.note_draft([8], [GLOBAL])
+    traces.add(trace, [7], 1, 0)
+    told = [step["rejected"] for step in steps_of(trace.packed())]
+    assert told == ([[-1, -1], [-1], [8]] if hidden else [[4, 5], [6], [8]])
+
+
+def test_a_long_trace_is_read_in_no_time() -> None:
+    """The engine's thread reads it between two steps, whenever a caller asks."""
+    traces, figures = Traces(max_bytes=100_000_000), RequestFigures()
+    trace = traces.begin(figures, None, shares_corpus=False)
+    for token in range(32_000):
+        traces.add(trace, [token], 0, 0)
+    begin = time.thread_time()
+    packed = figures.as_dict("r")["detail"]
+    assert time.thread_time() - begin < 0.005
+    assert [step["tokens"] for step in steps_of(packed)] == [[token] for token in range(32_000)]
 
 
 def test_traces_stay_within_their_limit() -> None:
@@ -172,12 +215,12 @@ def test_a_dropped_trace_takes_no_memory_although_its_request_goes_on(why: str) 
     trace.note_draft([4, 5], [0, 0])
     traces.add(trace, [4, 5, 6], 2, 2)
     if why == "erasure":
-        traces.erase("s")
+        traces.erase("s", ())
     else:
         traces.add(trace, [1] * 1_000, 0, 0)
     trace.note_draft([7], [0])
     traces.add(trace, [7, 8], 1, 1)
-    assert (trace.bytes, trace.as_list(), traces.bytes) == (empty, [], 0)
+    assert (trace.bytes, steps_of(trace.packed()), traces.bytes) == (empty, [], 0)
 
 
 def test_a_trace_may_be_dropped_while_its_figures_are_read() -> None:
@@ -187,7 +230,7 @@ def test_a_trace_may_be_dropped_while_its_figures_are_read() -> None:
         @property
         def trace(self) -> Trace | None:
             found = self._trace
-            traces.erase("s")
+            traces.erase("s", ())
             return found
 
         @trace.setter
@@ -196,7 +239,7 @@ def test_a_trace_may_be_dropped_while_its_figures_are_read() -> None:
 
     traces, figures = Traces(max_bytes=2_000), Figures()
     traces.begin(figures, "s", shares_corpus=False)
-    assert figures.as_dict("r")["detail"] == []
+    assert steps_of(figures.as_dict("r")["detail"]) == []
 
 
 @pytest.mark.parametrize(("header", "asked"), [(b"detailed", True), (b"summary", False), (None, False)])

@@ -31,12 +31,14 @@ class Imports:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "agentspec-imports")
-        self._turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()  # by principal
-        self._held = Counter[str | None]()  # bytes of bodies, by principal
+        self._turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()  # by caller
+        self._held = Counter[str | None]()  # bytes of bodies, by caller
 
     @asynccontextmanager
-    async def body_of(self, request: Request, principal: str | None) -> AsyncIterator[bytearray]:
+    async def body_of(self, request: Request, caller: str | None) -> AsyncIterator[bytearray]:
         """Yield the body of a caller's request, which counts as held until the block ends.
+
+        caller: `Identity.caller`, so that salts do not make a caller several.
 
         Raises HTTPException: 413 once it is longer than _MAX_BODY, 400 where it is cut off, and 429 where too many
         bodies wait already.
@@ -45,28 +47,28 @@ class Imports:
         try:
             async for part in request.stream():
                 body += part
-                self._held[principal] += len(part)
+                self._held[caller] += len(part)
                 if len(body) > _MAX_BODY:
                     why = f"body: at most {_MAX_BODY} bytes are taken at once; each turn or text has to fit into that"
                     how = "`agentspec sessions import` sends the turns of a long export a part at a time"
                     raise HTTPException(status_code=413, detail=f"{why}. {how}")
-                self._refuse_if_full(principal)
+                self._refuse_if_full(caller)
             yield body
         except ClientDisconnect:  # no caller hears of it, and a traceback in the log would not help
             raise HTTPException(status_code=400, detail="body: the caller left before its end") from None
         finally:
-            self._held[principal] -= len(body)
-            if not self._held[principal]:
-                del self._held[principal]
+            self._held[caller] -= len(body)
+            if not self._held[caller]:
+                del self._held[caller]
 
-    async def run(self, principal: str | None, read: Callable[[], T]) -> T:
+    async def run(self, caller: str | None, read: Callable[[], T]) -> T:
         """Return the result of ``read``, which runs in one of the threads after the caller's other imports."""
-        async with self._turns.setdefault(principal, asyncio.Lock()):
+        async with self._turns.setdefault(caller, asyncio.Lock()):
             return await asyncio.get_running_loop().run_in_executor(self._threads, read)
 
-    def _refuse_if_full(self, principal: str | None) -> None:
+    def _refuse_if_full(self, caller: str | None) -> None:
         """Raise 429 where the caller's bodies, or those of all, take more memory than they may."""
-        own = self._held[principal] > _BODIES_OF_ONE * _MAX_BODY
+        own = self._held[caller] > _BODIES_OF_ONE * _MAX_BODY
         if own or self._held.total() > _BODIES_OF_ALL * _MAX_BODY:
             whose = "of yours" if own else "of all callers"
             why = f"body: imports {whose} wait that take all the memory for them; try again in a few seconds"

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentspec.errors import InvalidInputError
 from agentspec.server_ext.api.predictions import read_prediction
 from agentspec.server_ext.api.quotes import Quotes, may_quote
-from agentspec.server_ext.identity.callers import NOBODY
+from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.step import Int32
 from agentspec.server_ext.vllm_adapter.frontend import (
@@ -91,7 +91,7 @@ def forget_quotable(state: Any, engine: Any) -> None:
     """Forget the texts remembered of the caller of this request; those of all callers, if it is the administrator."""
     quotes: Quotes | None = getattr(state, "agentspec_quotes", None)
     if quotes is not None:
-        quotes.forget(_owner(engine))
+        quotes.forget(None if shows_admin_key(presented()) else _owner(engine))
 
 
 def _owner(engine: Any) -> str | None:

@@ -21,6 +21,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agentspec.server_ext.figures.traces import Packed, steps_of
 from agentspec.server_ext.identity import FIGURES_HEADER
 from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.vllm_adapter.frontend import (
@@ -68,9 +69,9 @@ async def figures_of(engine: Any, request_id: str, call: str | None = None) -> d
         return None
     answer = _added_up(answers)
     if "detail" in answer:
-        steps, tokenizer = answer.pop("detail"), tokenizer_of(engine)
+        packed, tokenizer = answer.pop("detail"), tokenizer_of(engine)
         if tokenizer is not None:
-            answer["detail"] = await asyncio.to_thread(_as_text, steps, tokenizer.decode)
+            answer["detail"] = await asyncio.to_thread(_in_text, packed, tokenizer.decode)
     return answer
 
 
@@ -88,8 +89,12 @@ def _added_up(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return sums
 
 
+def _in_text(packed: Packed, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    return _as_text(steps_of(packed), decode)
+
+
 def _as_text(steps: list[dict[str, Any]], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """Return a trace's steps (`Trace.as_list`) with texts instead of token ids; None for a token that is not told."""
+    """Return a trace's steps (`steps_of`) with texts instead of token ids; None for a token that is not told."""
     before: list[int] = []
     shown = []
     for step in steps:

@@ -21,9 +21,10 @@ import uuid
 from collections.abc import Sequence
 from itertools import chain
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import numpy as np
-from fastapi import APIRouter, HTTPException, Query, Request
+from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
@@ -49,7 +50,24 @@ from agentspec.server_ext.vllm_adapter.frontend import (
     tokenizer_of,
 )
 
-router = APIRouter(prefix=f"{ROUTES}/sessions")
+
+def _refuse_other_sites(request: Request) -> None:
+    """Raise 403 for a web page of another site where all callers of this machine are one.
+
+    A browser here sends the calls of any page to the loopback interface, and a server may allow all origins (CORS).
+    """
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site")
+    foreign = site == "cross-site" or (origin is not None and not names_loopback(urlsplit(origin).netloc))
+    if not (foreign and request.app.state.agentspec_loopback):
+        return
+    sender = presented()
+    caller = tagger_of(drafting_engine(request)).callers.caller_of(sender)
+    if caller.principal is None and not shows_admin_key(sender):
+        why = "all callers of this machine are one, so a web page of another site gets no sessions"
+        raise HTTPException(status_code=403, detail=f"{why}: start the server with --api-key")
+
+
+router = APIRouter(prefix=f"{ROUTES}/sessions", dependencies=[Depends(_refuse_other_sites)])
 
 _SALT_HEADER = "X-Cache-Salt"
 _KEY = re.compile("[0-9a-f]{32}")
@@ -150,8 +168,8 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
     """Add an exported session's turns, or texts, to a session of the caller. only_new: unless the session exists."""
     engine = drafting_engine(request)
     identity = _identity(engine, session_id, write=True)
-    async with _imports.body_of(request, identity.principal) as body:
-        payloads = await _imports.run(identity.principal, lambda: _read(body, engine, session_id, identity))
+    async with _imports.body_of(request, identity.caller) as body:
+        payloads = await _imports.run(identity.caller, lambda: _read(body, engine, session_id, identity))
         added: list[int] = []
         for number in engine_numbers(engine):  # one by one, because they may share a store
             args = (identity.session, identity.tenant, payloads, only_new)
@@ -214,11 +232,14 @@ def _salt(sender: Presented | None) -> str | None:
 
 
 async def _run(engine: Any, owner: Identity, what: str, *args: Any, engines: Sequence[int] | None = None) -> list[Any]:
-    """Run a job on engines and return their values. engines: None: all. Raise 503 where the store is away."""
+    """Run a job on engines and return their values. engines: None: all. Raise 503 where the store is away.
+
+    owner: its caller takes turns with others. Salts do not make a caller several.
+    """
     job = uuid.uuid4().hex
     numbers = engine_numbers(engine) if engines is None else engines
     for number in numbers:
-        await _ask(engine, number, "begin", job, owner.principal, what, *args)
+        await _ask(engine, number, "begin", job, owner.caller, what, *args)
     # Poll all at once, because an engine that is not polled for some seconds takes the asker for gone.
     return await asyncio.gather(*(_value(engine, number, job) for number in numbers))
 

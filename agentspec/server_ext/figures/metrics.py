@@ -58,7 +58,10 @@ class RequestFigures:
             self.accepted[source] -= gone
 
     def as_dict(self, request_id: str) -> dict[str, Any]:
-        """Return the figures as JSON: tokens, verification steps, steps with a draft, drafted and accepted tokens."""
+        """Return the figures as JSON: tokens, verification steps, steps with a draft, drafted and accepted tokens.
+
+        "detail": the steps of its trace, if it has one, for `traces.steps_of`.
+        """
         trace = self.trace  # another thread may drop it meanwhile
         return {
             "request_id": request_id,
@@ -69,7 +72,7 @@ class RequestFigures:
             "accepted": sum(self.accepted),
             "drafted_by_source": dict(zip(SOURCES, self.drafted, strict=True)),
             "accepted_by_source": dict(zip(SOURCES, self.accepted, strict=True)),
-            **({} if trace is None else {"detail": trace.as_list()}),
+            **({} if trace is None else {"detail": trace.packed()}),
         }
 
 

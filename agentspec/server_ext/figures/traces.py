@@ -5,31 +5,38 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from agentspec.cache import SOURCES
 
+Packed: TypeAlias = Sequence[bytes]
+"""Steps of a trace as arrays (`Trace.packed`)."""
+
 _HIDDEN = -1
 _SHARED = SOURCES.index("global")
+_STEPS_ON_THEIR_WAY = 2
+"""A draft waits for its verification, and a step may be drafting while a session is erased."""
 _STEP_BYTES, _TOKEN_BYTES, _TRACE_BYTES = 16, 5, 512
 
 
 class Trace:
-    """Hold the decode steps of one request. session: the key of its session.
+    """Hold the decode steps of one request. session: the key of its session. tenant: whose texts it drafts from.
 
     shares_corpus: whether the request drafts from a corpus that other principals share. Rejected tokens from there are
     not told, because they may quote others; accepted ones are the request's own text.
     """
 
-    def __init__(self, session: str | None, shares_corpus: bool) -> None:
+    def __init__(self, session: str | None, shares_corpus: bool, tenant: str | None = None) -> None:
         self.session = session
+        self.tenant = tenant
         self.dropped = False
         self._shares = shares_corpus
         self._tokens, self._lengths, self._accepted = array("i"), array("i"), array("i")
         self._rejected, self._rejections = array("i"), array("i")
         self._sources = bytearray()  # step by step: sources of the accepted tokens, then of the rejected ones
         self._draft: tuple[Sequence[int], Sequence[int]] = ((), ())
+        self._hiding = 0  # steps whose rejected tokens are to be hidden
 
     @property
     def bytes(self) -> int:
@@ -46,7 +53,9 @@ class Trace:
         self._accepted.append(accepted)
         self._rejections.append(len(draft) - accepted)
         self._sources.extend(sources)
-        self._rejected.extend(self._told(draft[accepted:], sources[accepted:]))
+        told = self._told(draft[accepted:], sources[accepted:])
+        self._rejected.extend([_HIDDEN] * len(told) if self._hiding else told)
+        self._hiding = max(self._hiding - 1, 0)
 
     def drop(self) -> None:
         """Forget all steps, because the request goes on holding this until it ends."""
@@ -54,6 +63,11 @@ class Trace:
         self._tokens, self._lengths, self._accepted = array("i"), array("i"), array("i")
         self._rejected, self._rejections, self._sources = array("i"), array("i"), bytearray()
         self._draft = ((), ())
+
+    def hide_rejected(self) -> None:
+        """Hide the rejected tokens, and those of drafts on their way. Accepted ones are the request's own text."""
+        self._rejected = array("i", [_HIDDEN]) * len(self._rejected)
+        self._hiding = _STEPS_ON_THEIR_WAY
 
     def cut(self, count: int) -> None:
         """Take back the last tokens, which the caller did not get. Those that were drafted count as rejected."""
@@ -86,26 +100,37 @@ class Trace:
         if not self.dropped:
             self._draft = (tokens, sources)
 
-    def as_list(self) -> list[dict[str, Any]]:
-        """Return the steps as JSON.
+    def packed(self) -> Packed:
+        """Return the steps for `steps_of`. Takes microseconds, because the engine's thread calls it between two steps.
 
-        tokens: ids. sources: of the drafted ones, which come first; the last token of a step is the model's own.
-        rejected, rejected_sources: drafted tokens that were not accepted, or lie behind the end of what the caller got;
-        -1 for an id that is not told.
+        Another thread may drop the trace meanwhile; then parts of it are missing.
         """
-        steps, at, rejected_at, source_at = [], 0, 0, 0
-        for length, accepted, rejected in zip(self._lengths, self._accepted, self._rejections, strict=True):
-            sources = [SOURCES[source] for source in self._sources[source_at : source_at + accepted + rejected]]
-            steps.append(
-                {
-                    "tokens": self._tokens[at : at + length].tolist(),
-                    "sources": sources[:accepted],
-                    "rejected": self._rejected[rejected_at : rejected_at + rejected].tolist(),
-                    "rejected_sources": sources[accepted:],
-                }
-            )
-            at, rejected_at, source_at = at + length, rejected_at + rejected, source_at + accepted + rejected
-        return steps
+        parts = (self._lengths, self._accepted, self._rejections, self._tokens, self._rejected)
+        return [*(part.tobytes() for part in parts), bytes(self._sources)]
+
+
+def steps_of(packed: Packed) -> list[dict[str, Any]]:
+    """Return the steps of a packed trace as JSON.
+
+    tokens: ids. sources: of the drafted ones, which come first; the last token of a step is the model's own. rejected,
+    rejected_sources: drafted tokens that were not accepted, or lie behind the end of what the caller got; -1 for an id
+    that is not told.
+    """
+    *parts, all_sources = packed
+    lengths, acceptances, rejections, tokens, all_rejected = (array("i", part) for part in parts)
+    steps, at, rejected_at, source_at = [], 0, 0, 0
+    for length, accepted, rejected in zip(lengths, acceptances, rejections, strict=False):
+        sources = [SOURCES[source] for source in all_sources[source_at : source_at + accepted + rejected]]
+        steps.append(
+            {
+                "tokens": tokens[at : at + length].tolist(),
+                "sources": sources[:accepted],
+                "rejected": all_rejected[rejected_at : rejected_at + rejected].tolist(),
+                "rejected_sources": sources[accepted:],
+            }
+        )
+        at, rejected_at, source_at = at + length, rejected_at + rejected, source_at + accepted + rejected
+    return steps
 
 
 class HoldsTrace(Protocol):
@@ -127,9 +152,9 @@ class Traces:
         self._held: deque[tuple[HoldsTrace, Trace]] = deque()  # oldest first
         self._lock = threading.Lock()  # sessions may be erased by another thread
 
-    def begin(self, figures: HoldsTrace, session: str | None, shares_corpus: bool) -> Trace:
+    def begin(self, figures: HoldsTrace, session: str | None, shares_corpus: bool, tenant: str | None = None) -> Trace:
         """Return a new trace, kept with the figures of its request."""
-        trace = figures.trace = Trace(session, shares_corpus)
+        trace = figures.trace = Trace(session, shares_corpus, tenant)
         self.running += 1
         with self._lock:
             self._held.append((figures, trace))
@@ -156,13 +181,16 @@ class Traces:
                 trace.cut(count)
                 self._grow(trace.bytes - before)
 
-    def erase(self, session: str) -> None:
-        """Drop the traces of a session."""
+    def erase(self, session: str, tenants: Collection[str | None]) -> None:
+        """Drop the traces of a session, and hide the rejected tokens of these tenants, which may quote it."""
         with self._lock:
             gone = [held for held in self._held if held[1].session == session]
             self._held = deque(held for held in self._held if held[1].session != session)
             for held in gone:
                 self._drop(*held)
+            for _, trace in self._held:
+                if trace.tenant in tenants:
+                    trace.hide_rejected()
 
     def _grow(self, size: int) -> None:
         self.bytes += size

@@ -51,9 +51,9 @@ class RunningRequests:
                 self._cached.drop(state.request_id)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended, and keep nothing of it."""
+        """Forget a request that has ended, and keep nothing of it but its figures."""
         self.fail(self.of([request_id]))
-        self.by_id.pop(request_id, None)
+        self._leave(request_id)
 
     def make_way(self, outdated: Set[str | None]) -> None:
         """Stop drafting for the running requests of these tenants, and keep nothing of them.
@@ -89,7 +89,7 @@ class RunningRequests:
         state = RequestState(new.request_id, identity, figures, accepted, length, length, ends, new.repetition)
         if new.detailed and figures.trace is None:  # of several samples, the first is traced
             shared = identity.tenant != identity.principal
-            state.trace = self._traces.begin(figures, identity.session, shares_corpus=shared)
+            state.trace = self._traces.begin(figures, identity.session, shared, identity.tenant)
         self.by_id[new.request_id] = state
         self.turnover.begin(state, new)
 
@@ -101,7 +101,12 @@ class RunningRequests:
         if state is not None:
             until = time.monotonic() + _TOLD_SECONDS if may_be_shorter else 0.0
             self.turnover.end(state, output_limit, text, until)
-            del self.by_id[request_id]  # not before: an erasure in another thread looks for it here, then in `turnover`
+            self._leave(request_id)  # not before: an erasure in another thread looks for it here, then in `turnover`
+
+    def _leave(self, request_id: str) -> None:
+        """Take a request out of those that run, and end its figures, if it runs."""
+        state = self.by_id.pop(request_id, None)
+        if state is not None:
             self._metrics.end(state.figures)
             if state.trace is not None:
                 self._traces.end()
