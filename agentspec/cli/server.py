@@ -33,6 +33,10 @@ TokenizerOption = Annotated[
 TokenizerRevisionOption = Annotated[
     str | None, typer.Option(help="Revision of the tokenizer, if the server was given one.")
 ]
+RevisionOption = Annotated[str | None, typer.Option(help="Revision of the model, if the server was given one.")]
+OverridesOption = Annotated[
+    str | None, typer.Option("--hf-overrides", help="JSON, as the server was given it; it tells the model from others.")
+]
 
 _SECONDS = 60.0
 _OTHER_RELEASE = "is it of another release of agentspec?"

@@ -16,6 +16,8 @@ from agentspec.cache.store import default_store_url, redact
 from agentspec.cli.server import (
     DEFAULT_URL,
     HeaderOption,
+    OverridesOption,
+    RevisionOption,
     TokenizerOption,
     TokenizerRevisionOption,
     UrlOption,
@@ -159,6 +161,8 @@ def convert(
     tenant: Annotated[str | None, typer.Option(help="The server's tenant; as for agentspec serve.")] = None,
     tokenizer: TokenizerOption = None,
     tokenizer_revision: TokenizerRevisionOption = None,
+    revision: RevisionOption = None,
+    hf_overrides: OverridesOption = None,
     model_key: Annotated[str | None, typer.Option(help="Setting model_key, if the server will have it.")] = None,
 ) -> None:
     """Convert the store of an older release. Stop its servers before; give AGENTSPEC_SECRET if they will have one.
@@ -167,12 +171,20 @@ def convert(
     """
     from agentspec.cache.store.convert import OldLog, old_log_name  # need the core, as others don't
     from agentspec.cache.store.convert import convert as run
-    from agentspec.server_ext.persistence.model_key import find_model_key
+    from agentspec.server_ext.persistence.model_key import find_model_key, overrides_text
+    from agentspec.server_ext.settings import json_object
 
     url = store or os.environ.get("AGENTSPEC_STORE") or default_store_url("server.db")
     log = None
     if model is not None:
-        key = find_model_key(model, tokenizer, tokenizer_revision=tokenizer_revision, given=model_key)
+        key = find_model_key(
+            model,
+            tokenizer,
+            revision=revision,
+            tokenizer_revision=tokenizer_revision,
+            overrides=overrides_text(json_object("--hf-overrides", hf_overrides or "{}")),
+            given=model_key,
+        )
         log = OldLog(old_log_name(model, tokenizer, tokenizer_revision, tenant), key)
     found = run(url, secret=os.environ.get("AGENTSPEC_SECRET") or None, tenant=tenant, log=log)
     typer.echo(f"converted: {found.converted:,} records of {redact(url)}")

@@ -52,6 +52,10 @@ def simulate(
     max_spec_factor: Annotated[float | None, typer.Option(help="arctic: draft tokens for each matched token.")] = None,
     max_spec_offset: Annotated[float | None, typer.Option(help="arctic: draft tokens added to these.")] = None,
     min_token_prob: Annotated[float | None, typer.Option(help="arctic: lowest probability of a draft token.")] = None,
+    prefill_steps: Annotated[
+        bool,
+        typer.Option(help="Count the step that computes a prompt, too: it gives the first token, without a draft."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Replay recorded conversations through the cache, with greedy verification against what was recorded.
@@ -81,7 +85,7 @@ def simulate(
             tenant=tenant,
             progress=lambda done: progress.update(task, completed=done),
         )
-        figures = replay(calls, SuffixCache(policy=policy), scope=scope)
+        figures = replay(calls, SuffixCache(policy=policy), scope=scope, prefill_steps=prefill_steps)
     if not figures.tokens:
         raise InvalidInputError(f"{file}: no record with a response in it; give a file of JSON lines")
     if as_json:

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from agentspec.cache.store import LogNames, open_store, redact
-from agentspec.cli.server import TokenizerOption, TokenizerRevisionOption
+from agentspec.cli.server import OverridesOption, RevisionOption, TokenizerOption, TokenizerRevisionOption
 from agentspec.cli.tables import JsonOption, figures_table, print_table
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.identity.server_secrets import server_secret
-from agentspec.server_ext.persistence.model_key import find_model_key
-from agentspec.server_ext.settings import Settings, load_settings
+from agentspec.server_ext.persistence.model_key import find_model_key, overrides_text
+from agentspec.server_ext.settings import Settings, json_object, load_settings
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,8 @@ def prune(
     ] = None,
     tokenizer: TokenizerOption = None,
     tokenizer_revision: TokenizerRevisionOption = None,
+    revision: RevisionOption = None,
+    hf_overrides: OverridesOption = None,
     model_key: Annotated[str | None, typer.Option(help="Setting model_key, if the server has it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -73,7 +75,15 @@ def prune(
     settings = _settings(given)
     whole = load_speculator(speculator)
     tokenizer = tokenizer or model
-    rest, held_out = _count(settings, model, tokenizer, tokenizer_revision, whole.config.vocab_size)
+    key = find_model_key(
+        model,
+        tokenizer,
+        revision=revision,
+        tokenizer_revision=tokenizer_revision,
+        overrides=overrides_text(json_object("--hf-overrides", hf_overrides or "{}")),
+        given=settings.model_key,
+    )
+    rest, held_out = _count(settings, key, f"model {model}, tokenizer {tokenizer}", whole.config.vocab_size)
     counts = rest + held_out
     always = {token for token in special_tokens(model, tokenizer, tokenizer_revision) if token < len(counts.responses)}
     keep, trial = (
@@ -115,16 +125,14 @@ def _settings(given: dict[str, Any]) -> Settings:
     return load_settings({"agentspec": {**from_environment.model_dump(include={"store", "tenant"}), **given}}, {})
 
 
-def _count(
-    settings: Settings, model: str, tokenizer: str, revision: str | None, vocab_size: int
-) -> "tuple[TokenCounts, TokenCounts]":
+def _count(settings: Settings, key: str, named: str, vocab_size: int) -> "tuple[TokenCounts, TokenCounts]":
+    """Return how often each token was stored. key: the model's (`find_model_key`). named: the model, for an error."""
     from agentspec.server_ext.speculator.vocabulary import count_tokens
 
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} turns read"), TimeElapsedColumn())
     opened = open_store(settings.store, must_exist=True)
     try:
         opened.ping()  # or the secret would be a temporary one, with a warning, before the error
-        key = find_model_key(model, tokenizer, tokenizer_revision=revision, given=settings.model_key)
         log = LogNames(key, server_secret(settings)).of(settings.tenant)
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("", total=None)
@@ -133,8 +141,9 @@ def _count(
         opened.close()
     if not any(each.responses.any() for each in counts):
         raise ConfigurationError(
-            f"store {redact(settings.store)}: no stored turn of model {model}, tokenizer {tokenizer} and tenant "
-            f"{settings.tenant or '(none)'}; give --store, --model, --tokenizer and --tenant as the server has them"
+            f"store {redact(settings.store)}: no stored turn of {named} and tenant {settings.tenant or '(none)'}; give "
+            "--store, --model, --tokenizer, --tenant and, if the server has them, --revision, --tokenizer-revision, "
+            "--hf-overrides and --model-key as the server has them"
         )
     return counts
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import httpx
 import typer
@@ -22,6 +22,8 @@ from agentspec.errors import AgentSpecError, InvalidInputError, StoreUnavailable
 
 _GENERATED = "vllm:generation_tokens_total"
 _MB = 2**20
+_LINES_BESIDE_ROWS = 9
+"""Lines of a screen that are no row of a table: the heading, two blank ones, and the heads of three tables."""
 
 
 class SessionRow(NamedTuple):
@@ -97,8 +99,8 @@ def top(
             time.sleep(interval)
             console.print(draw(take_sample(server, url, sessions), last, url))
             return
-        with _shown(console) as show:
-            show(draw(last, None, url))
+        with _shown(console, url) as show:
+            show(last, None, "")
             try:
                 while True:
                     time.sleep(interval)
@@ -107,20 +109,36 @@ def top(
                 return
 
 
+Show: TypeAlias = Callable[[Sample, Sample | None, str], None]
+"""Function that shows a sample, the rates since the one before, and a text above them if it is not empty."""
+
+
 @contextmanager
-def _shown(console: Console) -> Iterator[Callable[[RenderableType], None]]:
-    """Yield a function that shows tables: on the whole terminal, and in a log or a pipe one after the other."""
+def _shown(console: Console, url: str) -> Iterator[Show]:
+    """Yield a function that shows samples: on the whole terminal, and in a log or a pipe one after the other."""
     if not console.is_terminal:
-        yield console.print
+        yield lambda now, before, why: console.print(*([why] if why else []), draw(now, before, url))
         return
     with Live(console=console, auto_refresh=False, screen=True) as live:
-        yield lambda tables: live.update(tables, refresh=True)
+
+        def show(now: Sample, before: Sample | None, why: str) -> None:
+            above = [Text(why, style="bold red", overflow="ellipsis", no_wrap=True)] if why else []
+            live.update(Group(*above, draw(now, before, url, console.height - len(above))), refresh=True)
+
+        yield show
 
 
-def draw(now: Sample, before: Sample | None, url: str) -> RenderableType:
-    """Return the tables. Rates count from `before`; without it, or if the server restarted since, they are blank."""
+def draw(now: Sample, before: Sample | None, url: str, height: int | None = None) -> RenderableType:
+    """Return the tables. Rates count from `before`; without it, or if the server restarted since, they are blank.
+
+    height: lines of the terminal, for which sources without drafts and the sessions used longest ago are left out;
+    None: show all.
+    """
     rates = _Rates(now, before)
-    return Group(_heading(now, url), _speeds(now, rates), _sources(now, rates), _session_table(now))
+    speeds, sources = _speeds(now, rates), _sources(now, rates, drafting_only=height is not None)
+    taken = _LINES_BESIDE_ROWS + speeds.row_count + sources.row_count
+    sessions = _session_table(now, None if height is None else max(height - taken, 1))
+    return Group(_heading(now, url), speeds, "", sources, "", sessions)
 
 
 class _Rates:
@@ -147,17 +165,14 @@ class _Rates:
         return Counter() if self._before is None else self._now.totals - self._before.totals
 
 
-def _look_again(
-    server: httpx.Client, url: str, sessions: int, last: Sample, show: Callable[[RenderableType], None]
-) -> Sample:
+def _look_again(server: httpx.Client, url: str, sessions: int, last: Sample, show: Show) -> Sample:
     """Show a new sample and return it. While the server is away, say so, and return the last one."""
     try:
         now = take_sample(server, url, sessions)
     except (AgentSpecError, httpx.HTTPError) as error:
-        why = str(error) if isinstance(error, AgentSpecError) else f"{without_secrets(url)} does not answer"
-        show(Group(Text(why, style="bold red"), draw(last, None, url)))
+        show(last, None, str(error) if isinstance(error, AgentSpecError) else f"{without_secrets(url)} does not answer")
         return last
-    show(draw(now, last, url))
+    show(now, last, "")
     return now
 
 
@@ -202,7 +217,7 @@ def _heading(now: Sample, url: str) -> Text:
 
 
 def _speeds(now: Sample, rates: _Rates) -> Table:
-    table = Table("", "now", "since start", box=box.SIMPLE_HEAD)
+    table = _table("", "now", "since start")
     table.columns[1].justify = table.columns[2].justify = "right"
     totals, gauges = now.totals, now.gauges
     if "generated" in totals:
@@ -219,28 +234,37 @@ def _speeds(now: Sample, rates: _Rates) -> Table:
     return table
 
 
-def _sources(now: Sample, rates: _Rates) -> Table:
-    names = ("source", "drafted a second", "accepted a second", "drafted", "accepted", "acceptance rate")
-    table = Table(*names, box=box.SIMPLE_HEAD)
+def _sources(now: Sample, rates: _Rates, *, drafting_only: bool) -> Table:
+    table = _table("source", "drafted a second", "accepted a second", "drafted", "accepted", "acceptance rate")
     for column in table.columns[1:]:
         column.justify = "right"
     for source, count in now.drafted.items():
+        if drafting_only and not count:
+            continue
         taken = now.accepted[source]
         per_second = (rates.of("drafted", source), rates.of("accepted", source))
         table.add_row(source, *per_second, f"{count:,}", f"{taken:,}", _share(taken, count))
     return table
 
 
-def _session_table(now: Sample) -> RenderableType:
+def _session_table(now: Sample, most: int | None) -> RenderableType:
+    """Return the table of sessions. most: rows that there is room for; None: any number."""
     if now.without_sessions:
         return Text(f"no sessions: {now.without_sessions}")
-    table = Table("your sessions", "tokens", "turns", "last used", box=box.SIMPLE_HEAD)
+    table = _table("your sessions", "tokens", "turns", "last used")
     for column in table.columns[1:3]:
         column.justify = "right"
-    for session in now.sessions:
+    shown = now.sessions if most is None or len(now.sessions) <= most else now.sessions[: most - 1]
+    for session in shown:
         used = shown_time(session.used, today="%H:%M:%S")
         table.add_row(Text(session.name), f"{session.tokens:,}", f"{session.turns:,}", used)
+    if hidden := len(now.sessions) - len(shown):
+        table.add_row(f"and {hidden} more: enlarge the terminal, or use --once")
     return table
+
+
+def _table(*names: str) -> Table:
+    return Table(*names, box=box.SIMPLE_HEAD, show_edge=False)
 
 
 def _share(part: int, whole: int) -> str:

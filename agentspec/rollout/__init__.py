@@ -9,10 +9,11 @@
 """
 
 from agentspec.rollout.generator import RolloutGenerator, rollout_options
-from agentspec.rollout.journal import Journal, Key, Sample
+from agentspec.rollout.journal import Journal
 from agentspec.rollout.plan import EpochFigures, Plan
 from agentspec.rollout.problems import Problem, read_problems
 from agentspec.rollout.ray_engine import RayEngine
+from agentspec.rollout.samples import Key, Sample
 from agentspec.server_ext.vllm_adapter.offline import OfflineEngine
 
 __all__ = [

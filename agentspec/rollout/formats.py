@@ -9,7 +9,7 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError
 from agentspec.files import replacing
-from agentspec.rollout.journal import Sample, as_text
+from agentspec.rollout.samples import Sample, as_text
 
 _LEAST_DEVIATION = 1e-4
 
@@ -20,7 +20,7 @@ def folder_for(out: Path, format: str) -> Path:
     Raises ConfigurationError if the folder cannot be written, and for "trl" if pyarrow is not installed.
     """
     name = out.stem if out.suffix == ".jsonl" else out.name  # with `stem`, run.1 and run.2 would have one folder
-    folder = out.with_name(f"{name}.{format}")
+    folder = out.absolute().with_name(f"{name}.{format}")  # absolute: a reward may change the working directory
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"--format {format} writes into the folder {folder}, which is a file; move it away")
     place = folder if folder.exists() else folder.parent

@@ -6,84 +6,20 @@ such sample. The next run removes a line that was cut off, and then samples and 
 
 import errno
 import json
-import math
 import os
-import re
 import stat
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from agentspec.errors import InvalidInputError
 from agentspec.files import replacing
-from agentspec.json_lines import parse_line
+from agentspec.rollout.samples import Key, Sample, as_text, line_of, may_be_cut_off, parse_sample
 
-
-class Key(NamedTuple):
-    """Name a sample: the problem's id, the epoch and the sample's number in it, both from 0."""
-
-    id: str
-    epoch: int
-    sample: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Hold one finished sample.
-
-    prompt_ids, completion_ids: token ids. logprobs: log probability of each completion token, under the distribution
-    that it was sampled from (vLLM's ``processed_logprobs``). finish_reason: vLLM's, such as "stop" or "length".
-    weight_version: version of the weights that wrote it. reward: None without a reward function, or if it failed
-    (reward_error says why). steps: decode steps that it took. drafted, accepted: numbers of draft tokens. sampling: the
-    settings that decided its distribution: model, temperature, top_p, max_tokens, stop, revision, dtype, quantization
-    and kv_cache_dtype; None in files of earlier releases. fields: the problem's fields. A value that JSON has no form
-    for is written as its text, NaN and infinity as null, half of a surrogate pair as its escape (``\\udce9``).
-    """
-
-    id: str
-    epoch: int
-    sample: int
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float]
-    text: str
-    finish_reason: str | None = None
-    weight_version: str | None = None
-    reward: float | None = None
-    reward_error: str | None = None
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    sampling: dict[str, Any] | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def key(self) -> Key:
-        """Return the sample's key."""
-        return Key(self.id, self.epoch, self.sample)
-
-
-_NEEDED = {"id", "epoch", "sample", "prompt_ids", "completion_ids", "logprobs", "text"}
-_KINDS: tuple[tuple[str, Any, str], ...] = (
-    ("text", str, "a text"),
-    ("prompt_ids", list, "a list"),
-    ("completion_ids", list, "a list"),
-    ("logprobs", list, "a list"),
-    ("fields", dict, "an object"),
-    ("sampling", dict | None, "an object or null"),
-)
-"""Fields of a line, their types, and the names of these types in errors."""
-_BEGIN = re.compile(rb'\{"id": "(?:[^"\\]|\\.)*(?:\\\Z)?')
-_GOES_ON = b'", "epoch": '
-"""How each line begins that `Journal.write` writes."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _TRIES = 10
 """Most times to open the file, because another process may replace it between opening and locking."""
-_HALF = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which an error of a reward may hold. UTF-8 has no form for it."""
 
 
 class Journal:
@@ -95,6 +31,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
+        path = path.absolute()  # a reward may change the working directory
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._rewards: dict[Key, float | None] = {}
@@ -147,7 +84,7 @@ class Journal:
         """Append a sample. Raises InvalidInputError if the file holds it, OSError if it cannot be written."""
         if sample.key in self._rewards:
             raise InvalidInputError(f"{self.path}: holds {tuple(sample.key)} already")
-        line = _line(sample)
+        line = line_of(sample)
         written = 0
         try:
             while written < len(line):  # a second call comes only if the disk is full, and raises that error
@@ -186,7 +123,7 @@ class Journal:
                 os.fchmod(file, stat.S_IMODE(os.fstat(self._file).st_mode))
                 with open(file, "ab", closefd=False) as new:
                     for sample in self.samples():
-                        new.write(_line(samples.get(sample.key, sample)))
+                        new.write(line_of(samples.get(sample.key, sample)))
         except BaseException:
             if file >= 0:
                 os.close(file)
@@ -278,7 +215,7 @@ class Journal:
                     if end < 0:
                         return
                 try:
-                    yield _parse(line)
+                    yield parse_sample(line)
                 except (ValueError, TypeError, RecursionError) as error:
                     raise InvalidInputError(
                         f"{self.path}, line {number}: not a sample of a rollout ({error}); write to another file"
@@ -300,9 +237,9 @@ class Journal:
         if not last:
             return
         try:
-            sample = _parse(last)
+            sample = parse_sample(last)
         except (ValueError, TypeError, RecursionError):
-            if _is_json(last) or not _may_be_cut_off(last):
+            if _is_json(last) or not may_be_cut_off(last):
                 raise InvalidInputError(
                     f"{self.path}: its last line is not a sample of a rollout; write to another file"
                 ) from None
@@ -311,34 +248,6 @@ class Journal:
             self._check_is_new(sample, "its last line")
             os.write(self._file, b"\n")
             self._note(sample)
-
-
-def as_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample's fields as they are read from its line. Raises any error of JSON or of a value's ``str``."""
-    made: dict[str, Any] = json.loads(as_text(fields))
-    return made
-
-
-def as_text(value: Any) -> str:
-    """Return a value as JSON. NaN and infinity become null, and other values that JSON lacks their text.
-
-    Raises any error of JSON or of a value's ``str``.
-    """
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
-    except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, default=str)
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with None in place of NaN and infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    if isinstance(value, dict):
-        return {str(name) if isinstance(name, float) else name: _finite(each) for name, each in value.items()}
-    return value
 
 
 def _lock(file: int) -> None:
@@ -355,46 +264,9 @@ def _lock(file: int) -> None:
         return
 
 
-def _line(sample: Sample) -> bytes:
-    """Return the line of a sample."""
-    return _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", f"{as_text(_values(sample))}\n").encode()
-
-
-def _parse(line: bytes) -> Sample:
-    """Return the sample of a line. Raises ValueError, TypeError or RecursionError if it is none."""
-    values = parse_line(line)
-    if not isinstance(values, dict) or not values.keys() >= _NEEDED:
-        raise ValueError(f"needs {', '.join(sorted(_NEEDED))}")
-    sample = Sample(**values)
-    if not (type(sample.id) is str and type(sample.epoch) is int and type(sample.sample) is int):
-        raise ValueError("id: a text, epoch and sample: whole numbers expected")  # pandas makes a number of the id "7"
-    if type(sample.reward) not in (float, int, type(None)):
-        raise ValueError("reward: a number or null expected")
-    if sample.reward is not None and not abs(sample.reward) <= sys.float_info.max:  # also refuses nan, which json reads
-        raise ValueError("reward: a finite number expected")
-    for name, kind, called in _KINDS:
-        if not isinstance(getattr(sample, name), kind):
-            raise ValueError(f"{name}: {called} expected")
-    return sample
-
-
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _may_be_cut_off(line: bytes) -> bool:
-    """Return whether a line is the beginning of one that `Journal.write` writes."""
-    begin = _BEGIN.match(line)
-    if begin is None:
-        return b'{"id": "'.startswith(line)
-    rest = line[begin.end() : begin.end() + len(_GOES_ON)]
-    return _GOES_ON.startswith(rest)
-
-
-def _values(sample: Sample) -> dict[str, Any]:
-    """Return a sample's fields. ``asdict`` would copy thousands of tokens one by one, between two engine steps."""
-    return {each.name: getattr(sample, each.name) for each in fields(sample)}

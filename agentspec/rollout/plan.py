@@ -7,7 +7,7 @@ from typing import Any
 
 from agentspec.draft_figures import DraftRates
 from agentspec.errors import ConfigurationError
-from agentspec.rollout.journal import Sample
+from agentspec.rollout.samples import Sample
 
 _MOST_TOKENS = 2**31 - 1
 """More than any model takes. vLLM sends the number to its engine's process in 64 bits."""

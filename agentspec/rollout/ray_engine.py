@@ -26,13 +26,20 @@ _MOST_DEATHS = 3
 """Most workers that may die one after the other while no request finishes."""
 _SILENT_SECONDS = 300.0
 """Time without an answer of any worker after which a warning is logged. A large model takes minutes to load."""
+_SWITCH = "AGENTSPEC"
 _HANDED_ON = ("AGENTSPEC_", "VLLM_", "HF_")
-"""Prefixes of the environment variables that the workers get from the driver."""
+"""Environment variables that the workers get from the driver: the switch, which a node may have otherwise, and those
+with these prefixes."""
 
 Weights = tuple[Callable[[Any, int], Any], int]
 """A function that loads an epoch's weights, and the epoch."""
 Request = tuple[str, list[int], Sampling, dict[str, Any]]
 """Arguments of ``OfflineEngine.add``."""
+
+
+def _handed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that the workers get."""
+    return {name: value for name, value in environ.items() if name == _SWITCH or name.startswith(_HANDED_ON)}
 
 
 class RayWorker:
@@ -159,7 +166,7 @@ class RayEngine:
         room = int(resources.get("GPU", 0) // gpus if gpus else resources.get("CPU", 0))
         if workers > room:
             raise ConfigurationError(f"workers: the Ray cluster has room for {room}, got {workers}; start fewer")
-        environment = {name: value for name, value in os.environ.items() if name.startswith(_HANDED_ON)}
+        environment = _handed_on(os.environ)
         actor = ray.remote(RayWorker).options(num_cpus=1, num_gpus=gpus)
 
         def make(made: int, weights: Weights | None) -> Any:

@@ -1,8 +1,6 @@
 """Call a reward function in threads beside the engine, and give up on calls that take too long."""
 
-import asyncio
 import copy
-import inspect
 import itertools
 import logging
 import math
@@ -11,14 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from agentspec.errors import ConfigurationError
-from agentspec.rollout.journal import Sample, as_json
 from agentspec.rollout.problems import Problem
-from agentspec.server_ext.vllm_adapter.offline import result_of
+from agentspec.rollout.samples import Sample, as_json
+from agentspec.server_ext.vllm_adapter.offline import awaited, took_over
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +89,7 @@ class Rewards:
                     return
                 number = overdue[0]
                 self._hung.append(self._running[number].thread)
-                sample = self._failed(self._running[number].sample, f"TimeoutError: {_took_over(self._seconds)}")
+                sample = self._failed(self._running[number].sample, f"TimeoutError: {took_over(self._seconds)}")
             if self._running.pop(number, None) is None:
                 continue  # this call was given up before
             wait = False
@@ -156,7 +153,7 @@ class Rewards:
 
     def _value(self, problem: Problem, sample: Sample) -> float:
         assert self._reward is not None
-        returned = _awaited(self._reward(problem, sample), self._seconds)
+        returned = awaited(self._reward(problem, sample), self._seconds)
         try:
             if isinstance(returned, str | bytes | bytearray):  # float would read "1_0" as 10
                 raise TypeError
@@ -185,38 +182,6 @@ def _problem_copied(problem: Problem) -> Problem:
     if isinstance(prompt, list) and isinstance(prompt[0], int):
         return replace(problem, prompt=list(prompt), fields=copy.deepcopy(problem.fields))
     return copy.deepcopy(problem)
-
-
-_LOOP_LOCK = threading.Lock()
-
-
-@cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all asynchronous rewards, so that these can share a client. A daemon thread runs it."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="agentspec-reward-loop", daemon=True).start()
-    return loop
-
-
-def _awaited(value: Any, seconds: float | None) -> Any:
-    """Return a value, or an awaitable's result. Cancel the awaitable after ``seconds``, so that its thread ends."""
-    if not inspect.isawaitable(value):
-        return value
-
-    with _LOOP_LOCK:
-        loop = _event_loop()
-    future = asyncio.run_coroutine_threadsafe(result_of(value), loop)
-    try:
-        return future.result(seconds)
-    except TimeoutError:
-        if future.done():  # the reward function raised it itself
-            raise
-        future.cancel()
-        raise TimeoutError(_took_over(seconds)) from None
-
-
-def _took_over(seconds: float | None) -> str:
-    return f"took over {seconds:g} s"
 
 
 def _shown(returned: Any) -> str:

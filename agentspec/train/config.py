@@ -65,6 +65,11 @@ class StoreSource(Section):
     """Number of newest turns to read; None: all."""
     model_key: str | None = None
     """The server's setting ``model_key``, if it has one."""
+    tokenizer: str | None = None
+    tokenizer_revision: str | None = None
+    revision: str | None = None
+    hf_overrides: dict[str, Any] = {}
+    """These four as the server has them, if it has them: they tell its log from others."""
 
 
 class PromptsSource(Section):

@@ -5,7 +5,9 @@ the same conversations even if a source has grown.
 """
 
 import hashlib
+import itertools
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +22,13 @@ from agentspec.cache.types import Int32Array
 from agentspec.errors import InvalidInputError
 from agentspec.files import replacing
 from agentspec.server_ext.identity.server_secrets import server_secret
-from agentspec.server_ext.persistence.model_key import find_model_key
+from agentspec.server_ext.persistence.model_key import find_model_key, overrides_text
 from agentspec.server_ext.settings import Settings
 from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSource, TrainingConfig
 from agentspec.train.conversations import Conversation, cut, from_records, from_store
 from agentspec.train.files import make_folder, readable, writable
+
+logger = logging.getLogger(__name__)
 
 _PART = 2**20
 """Most bytes of a file that are hashed at once."""
@@ -87,10 +91,11 @@ def _gathered(folder: Path) -> tuple[Path, Path]:
 
 def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
     data = config.data
-    train = _not_empty(_read(data.sources, config, folder / "answers", answer), "sources", data)
+    sources = _read(data.sources, config, folder / "answers", answer)
+    train = _not_empty(sources, "sources", data)
     if data.eval_sources:
         held_out = _read(data.eval_sources, config, folder / "held-out-answers", answer)
-        return _apart(train, _not_empty(held_out, "eval_sources", data))
+        return _apart(sources, _not_empty(held_out, "eval_sources", data))
     share = data.train_eval_split[1]
     parts = Corpus(
         train=[conversation for conversation in train if _place(conversation.session) >= share],
@@ -105,20 +110,26 @@ def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
     return parts
 
 
-def _apart(train: list[Conversation], held_out: list[Conversation]) -> Corpus:
+def _apart(sources: list[list[Conversation]], held_out: list[Conversation]) -> Corpus:
     """Return both parts. Take the sessions that are held out, too, out of the conversations to train on.
 
-    Sessions are the same if they have the same name and one's text begins with the other's, because a source may have
-    a session up to a later turn. The name alone proves nothing: two files may both number their prompts. Raises
-    InvalidInputError if none is left to train on.
+    sources: the conversations to train on, by source. Sessions are the same if they have the same name and one's text
+    begins with the other's, because a source may have a session up to a later turn. The name alone proves nothing: two
+    files may both number their prompts. Raises InvalidInputError if none is left to train on.
     """
     texts: dict[str, list[Int32Array]] = {}
     for conversation in held_out:
         texts.setdefault(conversation.session, []).append(conversation.tokens)
-    both = {
-        each.session for each in train if any(_begin_alike(each.tokens, text) for text in texts.get(each.session, ()))
-    }
-    left = [conversation for conversation in train if conversation.session not in both]
+    left: list[Conversation] = []
+    for source in sources:
+        both = {
+            each.session
+            for each in source
+            if any(_begin_alike(each.tokens, text) for text in texts.get(each.session, ()))
+        }
+        if both:
+            logger.info("agentspec: %d sessions are held out, so they are not trained on", len(both))
+        left += [conversation for conversation in source if conversation.session not in both]
     if not left:
         raise InvalidInputError(
             "data.eval_sources: every session of data.sources is in it; give other sessions to measure on, or leave it "
@@ -132,11 +143,15 @@ def _begin_alike(one: Int32Array, other: Int32Array) -> bool:
     return np.array_equal(one[:length], other[:length])
 
 
-def _not_empty(found: list[Conversation], field: str, data: Data) -> list[Conversation]:
-    """Return these conversations. Raises InvalidInputError if there is none."""
+def _not_empty(sources: list[list[Conversation]], field: str, data: Data) -> list[Conversation]:
+    """Return the conversations of all sources. Raises InvalidInputError if there is none."""
+    found = list(itertools.chain.from_iterable(sources))
     if not found:
         stored = any(isinstance(source, StoreSource) for source in _all(data))
-        as_served = "; of a store, give url, tenant, model_key and model.name_or_path as its server has them"
+        as_served = (
+            "; of a store, give url, tenant, model_key, tokenizer, revision, hf_overrides and model.name_or_path as its"
+            " server has them"
+        )
         raise InvalidInputError(
             f"data.{field}: no session with a response of two tokens or more within data.max_length "
             f"({data.max_length}); give more data{as_served if stored else ''}"
@@ -144,19 +159,21 @@ def _not_empty(found: list[Conversation], field: str, data: Data) -> list[Conver
     return found
 
 
-def _read(sources: Sequence[Source], config: TrainingConfig, answers: Path, answer: Answer) -> list[Conversation]:
-    found: list[Conversation] = []
+def _read(sources: Sequence[Source], config: TrainingConfig, answers: Path, answer: Answer) -> list[list[Conversation]]:
+    """Return the conversations of each source."""
+    read: list[list[Conversation]] = []
     for number, source in enumerate(sources):
         if isinstance(source, StoreSource):
-            found += _stored(source, config.model)
+            found = _stored(source, config.model)
         elif isinstance(source, PromptsSource):
             file = answers.with_name(f"{answers.name}-{number}.jsonl")
             answer(source, file)
-            found += from_records(file, None)
+            found = from_records(file, None)
         else:
-            found += from_records(source.path, source.tokenizer)
-    shortened = (cut(conversation, config.data.max_length) for conversation in found)
-    return [conversation for conversation in shortened if conversation.responses]
+            found = from_records(source.path, source.tokenizer)
+        shortened = (cut(conversation, config.data.max_length) for conversation in found)
+        read.append([conversation for conversation in shortened if conversation.responses])
+    return read
 
 
 def _stored(source: StoreSource, model: Model) -> list[Conversation]:
@@ -164,7 +181,15 @@ def _stored(source: StoreSource, model: Model) -> list[Conversation]:
     store = open_store(source.url, must_exist=True)
     try:
         store.ping()  # raises here if the store is away; `server_secret` would warn and return a temporary secret
-        logs = LogNames(find_model_key(name, given=source.model_key), server_secret(Settings(store=source.url)))
+        key = find_model_key(
+            name,
+            source.tokenizer,
+            revision=source.revision,
+            tokenizer_revision=source.tokenizer_revision,
+            overrides=overrides_text(source.hf_overrides),
+            given=source.model_key,
+        )
+        logs = LogNames(key, server_secret(Settings(store=source.url)))
         return from_store(store, logs.of(source.tenant), source.newest)
     finally:
         store.close()

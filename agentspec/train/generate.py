@@ -4,16 +4,25 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 from agentspec.identifiers import check_session_id
 from agentspec.json_lines import read_objects
 from agentspec.server_ext.vllm_adapter.launch import refusals
+from agentspec.server_ext.vllm_adapter.offline import OfflineEngine
 from agentspec.train.config import Model, PromptsSource
 
 _TOGETHER = 64
 """Prompts that vLLM answers between two writes to the file."""
+
+
+class _Prompt(NamedTuple):
+    """Hold a prompt: its line in the file, what the line says, and the session that its answer becomes."""
+
+    line: int
+    fields: dict[str, Any]
+    session: str
 
 
 def answer_prompts(source: PromptsSource, model: Model, out: Path, progress: Callable[[int, int], None]) -> None:
@@ -22,8 +31,8 @@ def answer_prompts(source: PromptsSource, model: Model, out: Path, progress: Cal
     Prompts that ``out`` has answers to are skipped, so a run that was cut off goes on; vLLM is started only if answers
     are missing. Sampled answers depend on the seed in ``engine`` (vLLM's default is 0), not on the training's seed,
     because trainings with other seeds share them. ``progress`` gets the number of answers done and of all. Raises
-    InvalidInputError that names file and line of a prompt that cannot be used, and ConfigurationError if vLLM cannot be
-    imported or refuses ``engine``.
+    InvalidInputError that names file and line of a prompt that cannot be used, before any is answered, and
+    ConfigurationError if vLLM cannot be imported or refuses ``engine``.
     """
     prompts = list(_read(source.path))
     if not prompts:
@@ -34,42 +43,45 @@ def answer_prompts(source: PromptsSource, model: Model, out: Path, progress: Cal
         return
     engine = _engine(source, model)
     try:
+        asked = [_tokens(engine, source.path, prompt) for prompt in prompts]
         for at in range(done, len(prompts), _TOGETHER):
-            part = prompts[at : at + _TOGETHER]
-            try:
-                answers = _ask(engine, part, source)
-            except refusals() as error:
-                raise InvalidInputError(
-                    f"{source.path}: vLLM refuses one of the prompts {at + 1} to {at + len(part)}: {first_line(error)}"
-                ) from error
-            lines = [json.dumps(_record(prompts, at + i, output)) + "\n" for i, output in enumerate(answers)]
+            part = slice(at, at + _TOGETHER)
+            answers = _ask(engine, source, prompts[part], asked[part])
             with out.open("a", encoding="utf-8") as file:
-                file.writelines(lines)
-            progress(at + len(part), len(prompts))
+                file.writelines(json.dumps(answer) + "\n" for answer in answers)
+            progress(at + len(answers), len(prompts))
     finally:
-        engine.llm_engine.engine_core.shutdown()  # frees the device's memory
+        engine.close()  # frees the device's memory
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for number, prompt in read_objects(path):
+def _read(path: Path) -> Iterator[_Prompt]:
+    for count, (number, prompt) in enumerate(read_objects(path), 1):
+        place = f"{path}, line {number}"
         if not (_is_chat(prompt) or isinstance(prompt.get("prompt"), str)):
-            raise InvalidInputError(f'{path}, line {number}: give "messages", a chat, or "prompt", a text')
+            raise InvalidInputError(f'{place}: give "messages", a chat, or "prompt", a text')
         try:
             json.dumps(prompt, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # the tokenizer's error would come once vLLM has started, and speak of types
+            raise InvalidInputError(f"{place}: holds half of a surrogate pair, which is no text") from None
+        if _is_chat(prompt) and not all(map(_has_text_alone, prompt["messages"])):
             raise InvalidInputError(
-                f"{path}, line {number}: holds half of a surrogate pair, which is no text"
-            ) from None
+                f"{place}: messages: a content of text parts is needed, because speculators are trained on text alone;"
+                " leave the prompt out or change it"
+            )
         if not _are_objects(prompt.get("tools") or []):
-            raise InvalidInputError(f"{path}, line {number}: tools: a list of objects expected, as in OpenAI's API")
-        if prompt.get("id") is not None:
-            check_session_id(str(prompt["id"]), f"{path}, line {number}: id")  # before vLLM answers hours of prompts
-        yield prompt
+            raise InvalidInputError(f"{place}: tools: a list of objects expected, as in OpenAI's API")
+        session = f"prompt-{count}" if prompt.get("id") is None else str(prompt["id"])
+        yield _Prompt(number, prompt, check_session_id(session, f"{place}: id"))
 
 
 def _is_chat(prompt: dict[str, Any]) -> bool:
     messages = prompt.get("messages")
     return bool(messages) and _are_objects(messages)
+
+
+def _has_text_alone(message: dict[str, Any]) -> bool:
+    parts = message.get("content")
+    return not isinstance(parts, list) or all(isinstance(part, dict) and "text" in part for part in parts)
 
 
 def _are_objects(value: Any) -> bool:
@@ -85,7 +97,7 @@ def _answered(out: Path) -> int:
     return content.count(b"\n")
 
 
-def _engine(source: PromptsSource, model: Model) -> Any:
+def _engine(source: PromptsSource, model: Model) -> OfflineEngine:
     try:
         from vllm import LLM
     except ImportError as error:
@@ -93,36 +105,42 @@ def _engine(source: PromptsSource, model: Model) -> Any:
             f"data.sources: type prompts needs vLLM ({error}); install it, or give recorded sessions"
         ) from error
     try:
-        return LLM(model.name_or_path, **{"dtype": model.dtype, **source.engine})
+        return OfflineEngine(LLM(model.name_or_path, **{"dtype": model.dtype, **source.engine}))
     except refusals(TypeError) as error:
         raise ConfigurationError(f"data.sources: engine: vLLM refuses it: {first_line(error)}") from error
 
 
-def _ask(engine: Any, prompts: list[dict[str, Any]], source: PromptsSource) -> list[Any]:
-    """Return vLLM's outputs, in order. Chat messages go through the target's own template, with their tools."""
+def _tokens(engine: OfflineEngine, path: Path, prompt: _Prompt) -> list[int]:
+    """Return the token ids of a prompt, of a chat by the target's own template, with its tools."""
+    fields = prompt.fields
+    try:
+        if _is_chat(fields):
+            return engine.tokenise(fields["messages"], fields.get("tools") or None)
+        return engine.tokenise(fields["prompt"])
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{path}, line {prompt.line}: {error}; leave it out or change it") from None
+
+
+def _ask(
+    engine: OfflineEngine, source: PromptsSource, prompts: list[_Prompt], asked: list[list[int]]
+) -> list[dict[str, Any]]:
+    """Return vLLM's answers as recorded calls, in order. asked: the prompts' token ids."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens)
-    answers: list[Any] = [None] * len(prompts)
-    alike: dict[tuple[bool, str], list[int]] = {}  # vLLM takes the same tools for all chats of a call
-    for i, prompt in enumerate(prompts):
-        tools = json.dumps(prompt.get("tools") or None)
-        alike.setdefault((_is_chat(prompt), tools), []).append(i)
-    for (chat, tools), places in alike.items():
-        if chat:
-            asked = [prompts[i]["messages"] for i in places]
-            outputs = engine.chat(asked, sampling, tools=json.loads(tools), use_tqdm=False)
-        else:
-            outputs = engine.generate([prompts[i]["prompt"] for i in places], sampling, use_tqdm=False)
-        for i, output in zip(places, outputs, strict=True):
-            answers[i] = output
-    return answers
-
-
-def _record(prompts: list[dict[str, Any]], number: int, output: Any) -> dict[str, Any]:
-    return {
-        "session": f"prompt-{number + 1}" if prompts[number].get("id") is None else str(prompts[number]["id"]),
-        "turn": 0,
-        "prompt_token_ids": list(output.prompt_token_ids),
-        "response_token_ids": list(output.outputs[0].token_ids),
-    }
+    try:
+        outputs = engine.llm.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
+    except refusals() as error:
+        lines = f"{prompts[0].line} to {prompts[-1].line}"
+        raise InvalidInputError(
+            f"{source.path}, lines {lines}: vLLM refuses one of these prompts: {first_line(error)}"
+        ) from error
+    return [
+        {
+            "session": prompt.session,
+            "turn": 0,
+            "prompt_token_ids": ids,
+            "response_token_ids": list(output.outputs[0].token_ids),
+        }
+        for prompt, ids, output in zip(prompts, asked, outputs, strict=True)
+    ]

@@ -98,7 +98,9 @@ def draws(count: int, seed: int, begin: int) -> Iterator[int]:
     """
     epoch, at = divmod(begin, count)
     while True:
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+        order = torch.randperm(
+            count, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+        ).tolist()
         yield from order[at:]
         epoch, at = epoch + 1, 0
 

@@ -22,6 +22,17 @@ def fence_for(text: str) -> str:
     return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
+def block_of(text: str, fence: str) -> str:
+    """Return the text as a code block, in which it ends with a line end."""
+    return f"{fence}\n{text}" + ("" if text.endswith("\n") else "\n") + fence
+
+
+def text_of(answer: str, fence: str) -> str:
+    """Return the text of an answer's code block; the whole answer without one."""
+    found = re.search(rf"^{fence}[^`\n]*\n(.*)^{fence}", answer, re.DOTALL | re.MULTILINE)
+    return found.group(1) if found else answer
+
+
 def describe(reply: Reply) -> str:
     """Return what the prediction brought, in a line."""
     details = reply.usage.completion_tokens_details if reply.usage else None
@@ -44,15 +55,14 @@ def main() -> None:
     with AgentClient(base_url=options.base_url, model=options.model, store=None) as client:
         session = client.session(f"editor:{options.file.name}")
         fence = fence_for(text)
-        prompt = f"This is {options.file.name}:\n{fence}\n{text}{fence}\n"
+        prompt = f"This is {options.file.name}:\n{block_of(text, fence)}\n"
         for instruction in options.instructions:
             prompt += f"Change it: {instruction}. Answer with the whole file in one code block."
-            reply = session.chat(prompt, prediction=f"{fence}\n{text}{fence}", temperature=0)
+            reply = session.chat(prompt, prediction=block_of(text, fence), temperature=0)
             if reply.finish_reason == "length":
                 print(f"{instruction}: {describe(reply)}; the answer was cut off, so this is not the whole file")
                 break
-            found = re.search(rf"{fence}\w*\n(.*?){fence}", reply.text, re.DOTALL)
-            edited = found.group(1) if found else reply.text
+            edited = text_of(reply.text, fence)
             changes = difflib.unified_diff(text.splitlines(), edited.splitlines(), "before", "after", lineterm="", n=0)
             print(f"{instruction}: {describe(reply)}", *changes, sep="\n")
             text, prompt = edited, ""

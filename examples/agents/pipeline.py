@@ -41,7 +41,7 @@ def main() -> int:
     print(f"stopped: {result.stopped}")
     if any(attempt.reply for attempt in result.attempts):
         options.report.touch(mode=0o600)  # it holds what was said
-        options.report.write_text(render(read_run(record)), encoding="utf-8")
+        options.report.write_text(render(read_run(record)), encoding="utf-8", errors="replace")
         print(f"where the tokens came from: {options.report}")
     return 0 if result.done else 1
 

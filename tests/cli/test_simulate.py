@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentspec.cache import SuffixCache
 from agentspec.cli import main
+from agentspec.simulate import read_calls
+from agentspec.simulate import simulate as replay
 
 
 class Program:
@@ -72,6 +75,18 @@ def test_json_is_one_object_and_nothing_else(simulate: Program, conversations: P
     assert 0 < figures["propose_us"]["p50"] <= figures["propose_us"]["p99"]
     assert 0 < figures["extend_us"]["p50"] <= figures["extend_us"]["p99"]
     assert figures["bytes_per_token"] > 0
+
+
+def test_steps_that_compute_prompts_are_counted_where_that_is_asked_for(simulate: Program, conversations: Path) -> None:
+    """Each of the three answers begins with a token that no draft gave, as on a server and in a client's forecast."""
+    without, counted = (
+        json.loads(simulate(str(conversations), "--json", *options)[1]) for options in ((), ("--prefill-steps",))
+    )
+    assert without["tokens"] == counted["tokens"] == 240
+    assert without["steps"] <= counted["steps"] <= without["steps"] + 3
+    calls = list(read_calls(conversations))
+    replayed = replay(calls, SuffixCache(), prefill_steps=True)
+    assert (counted["steps"], counted["drafted"]) == (replayed.steps, replayed.drafted)
 
 
 def test_sessions_help_each_other_unless_the_scope_is_narrowed(simulate: Program, conversations: Path) -> None:

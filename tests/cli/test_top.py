@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from fastapi import Response
 from fastapi.testclient import TestClient
 from rich.console import Console
 
-from agentspec.cli.top import Sample, draw
+from agentspec.cli.top import Sample, SessionRow, draw
 from tests.cli.test_cli import Program, agentspec
 from tests.server_ext.session_server import ADA, BOB, Server, Start, start
 
@@ -291,6 +292,24 @@ def sample(at: float, steps: int, drafted: int) -> Sample:
     totals = Counter(steps=steps, drafts=drafted, drafted=drafted, accepted=drafted // 2, finished=0, errors=0)
     by_source = (Counter(group=drafted), Counter(group=drafted // 2))
     return Sample(at, 1, totals, *by_source, Counter(), ["writer open"])
+
+
+@pytest.mark.parametrize(("height", "sessions"), [(24, 3), (24, 30), (60, 30), (5, 30), (24, 0)])
+def test_a_small_terminal_shows_what_there_is_room_for(height: int, sessions: int) -> None:
+    """The rest of a screen cannot be reached, so what is left out is said."""
+    drafted = Counter(dict.fromkeys(("request", "session", "group", "global", "public", "model"), 0))
+    drafted["session"] = 4
+    rows = [SessionRow(f"session-{number}", 1, 1, 0.0) for number in range(sessions)]
+    now = replace(sample(1.0, 5, 4), drafted=drafted, sessions=rows)
+    out = io.StringIO()
+    Console(file=out, width=120).print(draw(now, None, URL, height))
+    lines = out.getvalue().splitlines()
+    shown = sum("session-" in line for line in lines)
+    assert len(lines) <= max(height, 20) and "group" not in out.getvalue()
+    hidden = sessions - shown
+    assert (f"and {hidden} more" in out.getvalue()) == (hidden > 0)
+    assert shown == (sessions if height == 60 or sessions <= 3 else max(shown, 0))
+    assert height != 24 or sessions == 0 or shown >= 3
 
 
 def test_rates_are_blank_after_a_restart() -> None:

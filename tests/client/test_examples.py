@@ -89,6 +89,30 @@ def test_the_editor_takes_a_file_with_code_blocks(server: FakeServer, tmp_path: 
     assert said.splitlines()[1:] == ["--- before", "+++ after", "@@ -1 +1 @@", "-old", "+new"]
 
 
+@pytest.mark.parametrize(
+    ("given", "answer", "edited"),
+    [
+        ("a = 1", "```\na = 2\n```", "a = 2\n"),
+        ("a = 1\n", "Here:\n```c++ title=x\na = 2\n```\nDone.", "a = 2\n"),
+        (
+            "a = 1\n",
+            '```\n"""Example:\n    ```\n    a\n    ```\n"""\n```',
+            '"""Example:\n    ```\n    a\n    ```\n"""\n',
+        ),
+        ("a = 1\n", "a = 2\n", "a = 2\n"),
+    ],
+)
+def test_the_editor_takes_the_whole_block_of_an_answer(
+    server: FakeServer, tmp_path: Path, given: str, answer: str, edited: str
+) -> None:
+    (tmp_path / "file").write_text(given)
+    server.answers = [{"content": answer}, {"content": answer}]
+    run_example("editor.py", server, tmp_path, "file", "change it", "change it again")
+    predicted = [chat.body["prediction"]["content"] for chat in server.chats]
+    assert predicted == [f"```\n{given.rstrip()}\n```", f"```\n{edited}```"]
+    assert "\n```\nChange it" in server.chats[0].body["messages"][0]["content"]
+
+
 def test_the_editor_takes_no_answer_that_was_cut_off_for_the_file(server: FakeServer, tmp_path: Path) -> None:
     (tmp_path / "sum.py").write_text("total = 1\n")
     server.answers, server.finish_reason = [{"content": "```\ntotal"}], "length"

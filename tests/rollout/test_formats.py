@@ -110,6 +110,21 @@ def test_the_samples_load_as_a_dataset(tmp_path: Path) -> None:
     assert rows["prompt_ids"] == [sample.prompt_ids for sample in SAMPLES], "what was loaded goes to TRL as it is"
 
 
+def test_samples_load_as_a_dataset_though_only_a_late_one_has_an_error(tmp_path: Path) -> None:
+    """A library guesses the types of columns from the first 10 MB, and then refuses a text where all was null."""
+    datasets = pytest.importorskip("datasets")
+    long = replace(SAMPLES[0], fields={"note": "x" * 1_000_000})
+    with Journal(tmp_path / "rollouts.jsonl") as journal:
+        for number in range(25):
+            journal.write(replace(long, sample=number))
+        journal.write(replace(long, sample=25, weight_version="2", reward=None, reward_error="TimeoutError"))
+        assert [sample.reward_error for sample in journal.samples()][-2:] == [None, "TimeoutError"]
+    loaded = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "rollouts.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert (loaded["weight_version"][-2:], loaded["reward_error"][-2:]) == (["", "2"], ["", "TimeoutError"])
+
+
 def test_what_trainers_read_loads_as_a_dataset(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     kinds = {"parquet": write_trl(SAMPLES, tmp_path, 3, decode), "json": write_verl(SAMPLES, tmp_path, 3, decode)}

@@ -176,6 +176,15 @@ def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path
     run(tmp_path / "async.jsonl", Plan(samples=1), engine, update_weights=load)
     assert engine.asked[-1][1].extra_args["weight_version"] == "9"
 
+    loops = set()
+
+    async def load_with_a_client(llm: Any, epoch: int) -> int:
+        loops.add(asyncio.get_running_loop())  # to which a client's connections belong
+        return epoch
+
+    run(tmp_path / "client.jsonl", Plan(samples=1, epochs=3), engine, update_weights=load_with_a_client)
+    assert len(loops) == 1
+
     async def notebook() -> None:  # a notebook's event loop runs in this thread
         run(tmp_path / "notebook.jsonl", Plan(samples=1), engine, update_weights=load)
 

@@ -198,9 +198,16 @@ def failing(error: BaseException) -> Callable[..., Any]:
 
 def test_no_two_workers_have_one_seed_not_even_one_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     ray, seeds = Ray(), []
+    monkeypatch.setenv("AGENTSPEC", "0")  # as --plain sets it; a node may have 1
+    monkeypatch.setenv("AGENTSPEC_TENANT", "acme")
 
     def actor(model: str, options: dict[str, Any], environment: Any, weights: Weights | None) -> Any:
         seeds.append(options["seed"])
+        assert (environment["AGENTSPEC"], environment["AGENTSPEC_TENANT"], "HOME" in environment) == (
+            "0",
+            "acme",
+            False,
+        )
         return ray.make(len(seeds) - 1, weights)
 
     module = SimpleNamespace(

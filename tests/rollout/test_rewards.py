@@ -1,6 +1,7 @@
 """Test rewards beside the engine: one that fails, hangs or is interrupted costs at most its sample's reward."""
 
 import asyncio
+import os
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from agentspec.errors import AgentSpecError
 from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample, generator
+from agentspec.rollout.formats import folder_for
 from agentspec.rollout.rewards import Rewards
 from tests.rollout.stand_in_engine import LLM, PROBLEMS, Engine, run
 
@@ -264,6 +266,20 @@ def test_an_asynchronous_reward_is_awaited(tmp_path: Path) -> None:
 
     _, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward)
     assert [sample.reward for sample in samples] == [0.5] * 3
+
+
+def test_a_reward_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards that run what the model wrote do, and it counts for the whole process."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        os.chdir(tmp_path / "elsewhere")
+        return 1.0
+
+    _, samples = run(Path("r.jsonl"), Plan(samples=2), reward=reward)
+    assert [sample.reward for sample in samples] == [1.0] * 6
+    assert folder_for(Path("r.jsonl"), "verl").is_absolute()
 
 
 def test_asynchronous_rewards_may_share_a_client(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from agentspec.server_ext.vllm_adapter.frontend import templated
+
 from .session_server import ADA, BOB, Server, Start, start
 from .test_endpoints import without_tokenizer
 
@@ -81,3 +83,32 @@ def test_messages_without_a_usable_template_count_as_their_texts(server: Server)
 def test_wrong_ones_are_refused_by_field(server: Server, body: Any, field: str) -> None:
     answer = put(server, "one", body)
     assert answer.status_code == 400 and answer.json()["detail"].startswith(field), answer.text
+
+
+@pytest.mark.parametrize(
+    ("message", "given_to_the_template"),
+    [
+        ({"content": "a"}, {"content": "a"}),
+        ({"content": None}, {"content": ""}),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"content": "a\nb"}),
+        ({"content": [{"type": "image_url"}]}, {"content": [{"type": "image_url"}]}),
+        ({"content": "a", "reasoning": "b"}, {"content": "a", "reasoning": "b", "reasoning_content": "b"}),
+        ({"content": "a", "reasoning_content": "b"}, {"content": "a", "reasoning": "b", "reasoning_content": "b"}),
+        ({"content": "a", "tool_calls": []}, {"content": "a"}),
+        ({"content": "a", "tool_calls": [5, {"type": "x"}]}, {"content": "a", "tool_calls": [5, {"type": "x"}]}),
+    ],
+)
+def test_a_template_gets_messages_as_from_vllms_server(message: Any, given_to_the_template: Any) -> None:
+    before = json.dumps(message)
+    assert templated([message]) == [given_to_the_template] and json.dumps(message) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given_to_the_template"),
+    [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("", {}), (None, {}), ("{", {}), ("[1]", {})],
+)
+def test_a_template_gets_the_arguments_of_a_tool_call_as_an_object(arguments: Any, given_to_the_template: Any) -> None:
+    """Templates write them as JSON. A text would come out in quotes, and so be no prompt that the model will see."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    ((found,),) = (message["tool_calls"] for message in templated([{"content": "", "tool_calls": [call]}]))
+    assert found == {**call, "function": {"name": "f", "arguments": given_to_the_template}}

@@ -59,58 +59,91 @@ def test_a_file_without_prompts_is_named(tmp_path: Path) -> None:
         ask(tmp_path, "\n")
 
 
-def test_prompts_that_vllm_takes_are_told_from_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(prompts: list[Any], *_: Any, **__: Any) -> list[Any]:
-        if any("long" in str(prompt) for prompt in prompts):
-            raise ValueError("The prompt is too long.\nDetails")
-        return [SimpleNamespace(prompt_token_ids=[1], outputs=[SimpleNamespace(token_ids=[2])]) for _ in prompts]
+class Engine:
+    """Stand in for `OfflineEngine`. A prompt's tokens are the lengths of its texts; 99 is too long, and 98 refused."""
 
-    core = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
-    engine = SimpleNamespace(chat=answer, generate=answer, llm_engine=core)
-    fake = SimpleNamespace(LLM=lambda *_, **__: engine, SamplingParams=dict)
-    monkeypatch.setitem(sys.modules, "vllm", fake)
-    ask(tmp_path, '{"id": null, "messages": null, "prompt": "a"}\n{"id": 7, "prompt": "b"}\n')
-    lines = (tmp_path / "answers.jsonl").read_text().splitlines()
-    assert [json.loads(line)["session"] for line in lines] == ["prompt-1", "7"]
-    with pytest.raises(InvalidInputError, match=r"prompts\.jsonl: .* prompts 1 to 1: The prompt is too long\.$"):
-        ask(tmp_path, '{"prompt": "long"}\n')
+    def __init__(self, refusal: type[Exception] = ValueError) -> None:
+        self.refusal = refusal
+        self.tokenised: list[tuple[Any, Any]] = []
+        self.asked: list[list[int]] = []
+        self.llm = SimpleNamespace(generate=self.generate)
+        self.closed = 0
+
+    def tokenise(self, prompt: Any, tools: Any = None) -> list[int]:
+        self.tokenised.append((prompt, tools))
+        ids = [len(prompt)] if isinstance(prompt, str) else [len(message["content"]) for message in prompt]
+        if 99 in ids:
+            raise InvalidInputError("its prompt has 99 tokens, but the model takes 1 to 9 (max_model_len)")
+        return ids
+
+    def generate(self, prompts: list[dict[str, list[int]]], *_: Any, **__: Any) -> list[Any]:
+        self.asked += [prompt["prompt_token_ids"] for prompt in prompts]
+        if [98] in self.asked:
+            raise self.refusal("The prompt is odd.\nDetails")
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[2])]) for _ in prompts]
+
+    def close(self) -> None:
+        self.closed += 1
 
 
-def test_chats_are_asked_with_their_own_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(prompts: list[Any], *_: Any, tools: Any = "none given", **__: Any) -> list[Any]:
-        seen.extend((prompt, tools) for prompt in prompts)
-        number = {"a": 1, "b": 2, "c": 3, "d": 4}
-        named = [prompt if isinstance(prompt, str) else prompt[0]["content"] for prompt in prompts]
-        return [SimpleNamespace(prompt_token_ids=[number[n]], outputs=[SimpleNamespace(token_ids=[9])]) for n in named]
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Return an engine in place of vLLM's."""
+    engine = Engine()
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    monkeypatch.setattr("agentspec.train.generate._engine", lambda *_: engine)
+    return engine
 
-    seen: list[tuple[Any, Any]] = []
-    core = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
-    engine = SimpleNamespace(chat=answer, generate=answer, llm_engine=core)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda *_, **__: engine, SamplingParams=dict))
+
+def test_answers_have_their_prompts_ids(tmp_path: Path, engine: Engine) -> None:
+    ask(tmp_path, '{"id": null, "messages": null, "prompt": "a"}\n{"id": 7, "prompt": "bb"}\n')
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"session": "prompt-1", "turn": 0, "prompt_token_ids": [1], "response_token_ids": [2]},
+        {"session": "7", "turn": 0, "prompt_token_ids": [2], "response_token_ids": [2]},
+    ]
+    assert engine.closed == 1
+
+
+def test_chats_are_asked_with_their_own_tools(tmp_path: Path, engine: Engine) -> None:
     chats = {name: [{"role": "user", "content": name}] for name in "abc"}
     edit, run = [{"function": {"name": "edit"}}], [{"function": {"name": "run"}}]
     given = [{"messages": chats["a"], "tools": edit}, {"messages": chats["b"]}, {"messages": chats["c"], "tools": run}]
     ask(tmp_path, "".join(json.dumps(prompt) + "\n" for prompt in [*given, {"prompt": "d", "tools": run}]))
-    assert seen == [(chats["a"], edit), (chats["b"], None), (chats["c"], run), ("d", "none given")]
-    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert [line["prompt_token_ids"] for line in lines] == [[1], [2], [3], [4]]
+    assert engine.tokenised == [(chats["a"], edit), (chats["b"], None), (chats["c"], run), ("d", None)]
 
 
-def test_prompts_that_newer_vllm_refuses_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_does_not_fit_is_named_before_any_is_answered(tmp_path: Path, engine: Engine) -> None:
+    """The answers to the others take hours, and belong to a file that has to be changed."""
+    lines = ['{"prompt": "a"}'] * 100 + ["", json.dumps({"prompt": "x" * 99})]
+    with pytest.raises(
+        InvalidInputError, match=r"prompts\.jsonl, line 102: its prompt has 99 tokens, .*; leave it out"
+    ):
+        ask(tmp_path, "\n".join(lines) + "\n")
+    assert not engine.asked and engine.closed == 1
+
+
+def test_what_vllm_refuses_all_the_same_is_named(tmp_path: Path, engine: Engine) -> None:
+    prompts = '{"prompt": "a"}\n' * 64 + "\n" + json.dumps({"prompt": "x" * 98}) + "\n"
+    with pytest.raises(InvalidInputError, match=r"prompts\.jsonl, lines 66 to 66: vLLM .*: The prompt is odd\.$"):
+        ask(tmp_path, prompts)
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 64
+
+
+def test_prompts_that_newer_vllm_refuses_are_named(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Newer vLLM's errors are no ValueErrors. The training must not end with a traceback."""
 
     class Refusal(Exception):
         pass
 
-    def refuse(*_: Any, **__: Any) -> list[Any]:
-        raise Refusal("The prompt is too long.")
-
-    core = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
-    engine = SimpleNamespace(chat=refuse, generate=refuse, llm_engine=core)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda *_, **__: engine, SamplingParams=dict))
+    engine.refusal = Refusal
     monkeypatch.setitem(sys.modules, "vllm.exceptions", SimpleNamespace(VLLMClientError=Refusal))
-    with pytest.raises(InvalidInputError, match=r"prompts\.jsonl: .* prompts 1 to 1: The prompt is too long\.$"):
-        ask(tmp_path, '{"prompt": "long"}\n')
+    with pytest.raises(
+        InvalidInputError, match=r"prompts\.jsonl, lines 1 to 1: vLLM refuses one .*: The prompt is odd"
+    ):
+        ask(tmp_path, json.dumps({"prompt": "x" * 98}) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +159,7 @@ def test_prompts_that_newer_vllm_refuses_are_named(tmp_path: Path, monkeypatch: 
             '{"messages": [1]}',
         ),
         json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": "edit"}),
+        json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
         *(json.dumps({"messages": "hello"}), json.dumps({"id": 1}), json.dumps({"id": "a\nb", "prompt": "x"})),
     ],
 )

@@ -1,14 +1,21 @@
 """Test which sessions are trained on, and which are held out to measure on."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from agentspec.cache.store import LogNames, NewEntry, TurnRecord, encode, open_store
 from agentspec.errors import InvalidInputError
-from agentspec.train.config import TrainingConfig
-from agentspec.train.corpus import Corpus, folder_of, gather
+from agentspec.server_ext.identity.server_secrets import server_secret
+from agentspec.server_ext.persistence.model_key import find_model_key, overrides_text
+from agentspec.server_ext.settings import Settings
+from agentspec.train.config import Model, StoreSource, TrainingConfig
+from agentspec.train.conversations import Conversation
+from agentspec.train.corpus import Corpus, _stored, folder_of, gather
 
 
 def gathered(settings: dict[str, Any], eval_file: Path) -> Corpus:
@@ -37,6 +44,54 @@ def test_a_session_that_is_measured_on_is_not_trained_on(settings: dict[str, Any
     assert [each.session for each in gathered(settings, eval_file).train] == ["s2"]
 
 
+def test_a_session_of_another_file_is_trained_on_although_it_has_a_held_out_name(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Prompts without ids are numbered in each file."""
+    held, both, other = (
+        {"session": name, "prompt_token_ids": ids, "response_token_ids": [*ids, 7, 7]}
+        for name, ids in (("prompt-1", [1, 2]), ("prompt-2", [3, 4]), ("prompt-1", [5, 6]))
+    )
+    files = {"eval": [held], "first": [held], "second": [other, both]}
+    for name, calls in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(call) + "\n" for call in calls))
+    sources = [{"type": "records", "path": str(tmp_path / f"{name}.jsonl")} for name in ("first", "second")]
+    settings["data"]["sources"] = sources
+    assert [each.tokens[0] for each in gathered(settings, tmp_path / "eval.jsonl").train] == [5, 3]
+
+
 def test_something_is_left_to_train_on(settings: dict[str, Any], calls: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"^data.eval_sources: every session of data.sources is in it; give"):
         gathered(settings, calls)
+
+
+def test_a_store_is_read_under_the_key_of_its_server(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A server with another tokenizer, or with --hf-overrides, has a log of its own."""
+    model = settings["model"]["name_or_path"]
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    served: dict[str, Any] = {
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "hf_overrides": {"rope_scaling": {"factor": 4.0}},
+    }
+    key = find_model_key(model, served["tokenizer"], overrides=overrides_text(served["hf_overrides"]))
+    url = f"sqlite:///{tmp_path}/server.db"
+    record = TurnRecord(
+        writer="0" * 16,
+        number=1,
+        session="s",
+        kept=0,
+        prompt_tail=np.array([1, 2], np.int32),
+        response=np.array([3, 4, 5], np.int32),
+        created=1.0,
+    )
+    log = LogNames(key, server_secret(Settings(store=url))).of(None)
+    with closing(open_store(url)) as store:
+        store.append(log, [NewEntry("s", encode(record))])
+
+    def read(**more: Any) -> list[Conversation]:
+        source = StoreSource(type="store", url=url, **more)
+        return _stored(source, Model(name_or_path=model, proj_dim=8, emb_dim=8, speculator_width=8))
+
+    assert [each.tokens.tolist() for each in read(**served)] == [[1, 2, 3, 4, 5]]
+    assert not read() and not read(tokenizer=served["tokenizer"])

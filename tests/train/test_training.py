@@ -1,6 +1,7 @@
 """Test the command on a small target: what it writes, that it learns, and that an interruption changes nothing."""
 
 import io
+import itertools
 import json
 import shutil
 import signal
@@ -248,19 +249,22 @@ def test_a_target_that_was_trained_on_in_place_is_read_again(settings: dict[str,
     assert folder_of(config) != before
 
 
+def test_any_seed_gives_an_order_of_its_own() -> None:
+    """A seed may be a time in nanoseconds."""
+    orders = [list(itertools.islice(trainer.draws(50, seed, 0), 100)) for seed in (7, 1_780_000_000_000_000_000)]
+    assert all(sorted(order[:50]) == sorted(order[50:]) == list(range(50)) for order in orders)
+    assert orders[0] != orders[1]
+
+
 def test_trainings_with_other_seeds_have_the_same_answers(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They share a cache, so its answers must not depend on which seed came first."""
 
-    class Engine:
-        llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
-
-        def __init__(self, _model: str, *, seed: int = 0, **_: Any) -> None:
-            self._seed = seed
-
-        def generate(self, *_: Any, **__: Any) -> list[Any]:
-            return [SimpleNamespace(prompt_token_ids=[1], outputs=[SimpleNamespace(token_ids=[self._seed, 2])])]
+    def engine(source: PromptsSource, _model: Any) -> Any:
+        output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[source.engine.get("seed", 0), 2])])
+        llm = SimpleNamespace(generate=lambda *_, **__: [output])
+        return SimpleNamespace(llm=llm, tokenise=lambda *_: [1], close=lambda: None)
 
     def answer(seed: int, engine: dict[str, int]) -> tuple[Path, str]:
         source = {"type": "prompts", "path": str(prompts), "temperature": 1.0, "engine": engine}
@@ -269,7 +273,8 @@ def test_trainings_with_other_seeds_have_the_same_answers(
         run._Run(config, run._Bars(QUIET)).answer(PromptsSource.model_validate(source), out)
         return folder_of(config), out.read_text()
 
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    monkeypatch.setattr("agentspec.train.generate._engine", engine)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
     first, sampled_again = answer(1, {}), answer(1, {"seed": 7})

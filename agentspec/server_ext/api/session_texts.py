@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from agentspec.errors import InvalidInputError
+from agentspec.server_ext.vllm_adapter.frontend import templated
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -74,7 +75,7 @@ def encode_text(text: str, tokenizer: Any, field: str) -> list[int]:
 def _rendered(messages: list[dict[str, Any]], tokenizer: Any) -> str:
     """Return a conversation as the model reads it; without a usable chat template, its messages' contents by line."""
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+        return str(tokenizer.apply_chat_template(templated(messages), tokenize=False, add_generation_prompt=False))
     except Exception as error:  # a template raises whatever it likes, e.g. for roles that it doesn't know
         logger.debug("agentspec: a session is primed without the chat template: %s", error)
         return "\n".join(_said(message) for message in messages)

@@ -50,6 +50,11 @@ def find_model_key(
     return model_key(config, _tokenizer(tokenizer, tokenizer_revision))
 
 
+def overrides_text(overrides: Any) -> str:
+    """Return what the server changes in a model's config (``--hf-overrides``) as `find_model_key` takes it."""
+    return json.dumps(overrides, sort_keys=True, default=str) if overrides else ""
+
+
 def adapter_key(name: str, path: str) -> str:
     """Return the key of a LoRA adapter: its name and a hash of its files. path: a folder or a hub id.
 

@@ -1,14 +1,13 @@
 """Build the drafting engine of a served model: its suffix cache, its store, its snapshot and its tokenizer."""
 
 import functools
-import json
 from typing import Any, cast
 
 from agentspec.cache.store import LogNames, open_store, snapshot_path
 from agentspec.errors import InvalidInputError, first_line
 from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity.server_secrets import keep_secret, server_secret, warn_of_other_secret
-from agentspec.server_ext.persistence.model_key import find_model_key
+from agentspec.server_ext.persistence.model_key import find_model_key, overrides_text
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.pricing import EngineLimits
 from agentspec.server_ext.public_corpus import Tokenize
@@ -61,6 +60,6 @@ def served_model_key(vllm_config: Any) -> str:
         model.tokenizer,
         revision=model.revision,
         tokenizer_revision=model.tokenizer_revision,
-        overrides=json.dumps(model.hf_overrides, sort_keys=True, default=str) if model.hf_overrides else "",
+        overrides=overrides_text(model.hf_overrides),
         given=load_settings(vllm_config.additional_config).model_key,
     )

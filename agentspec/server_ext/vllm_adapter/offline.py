@@ -3,15 +3,15 @@
 import asyncio
 import inspect
 import operator
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, RolloutError, first_line
-from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id
+from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id, templated
 from agentspec.server_ext.vllm_adapter.launch import missing_folder, refusals, without_vllm
 from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 
@@ -48,19 +48,46 @@ class Answer:
     accepted: int
 
 
-def _awaited(awaitable: Awaitable[Any]) -> Any:
-    """Return an awaitable's result, even if this thread already runs an event loop, as in a notebook."""
+_LOOP_LOCK = threading.Lock()
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of the user's asynchronous functions. A daemon thread runs it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="agentspec-async", daemon=True).start()
+    return loop
+
+
+def awaited(value: Any, seconds: float | None = None) -> Any:
+    """Return a value, or an awaitable's result. Cancel the awaitable after ``seconds``, or if this thread is stopped.
+
+    All awaitables run on one event loop, so that functions can keep a client from call to call. It is not that of the
+    calling thread, which may run one, as in a notebook. Raises TimeoutError.
+    """
+    if not inspect.isawaitable(value):
+        return value
+    with _LOOP_LOCK:
+        loop = _event_loop()
+    future = asyncio.run_coroutine_threadsafe(_result_of(value), loop)
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(result_of(awaitable))
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, result_of(awaitable)).result()
+        return future.result(seconds)
+    except TimeoutError:
+        if future.done():  # the function raised it itself
+            raise
+        raise TimeoutError(took_over(seconds)) from None
+    finally:
+        future.cancel()  # does nothing once it has ended
 
 
-async def result_of(awaitable: Awaitable[Any]) -> Any:
-    """Return the result of an awaitable. This makes it a coroutine, which is all that ``asyncio.run`` takes."""
+async def _result_of(awaitable: Awaitable[Any]) -> Any:
+    """Return the result of an awaitable. This makes it a coroutine, which is all that an event loop takes."""
     return await awaitable
+
+
+def took_over(seconds: float | None) -> str:
+    """Return why a function was given up."""
+    return f"took over {seconds:g} s"
 
 
 def sampling_params(sampling: Sampling, extra: dict[str, Any] | None = None) -> Any:
@@ -149,8 +176,9 @@ class OfflineEngine:
             if isinstance(prompt, str):
                 ids = tokenizer.encode(prompt)
             elif prompt and isinstance(prompt[0], dict):
+                messages = templated(prompt)  # type: ignore[arg-type]
                 ids = tokenizer.apply_chat_template(
-                    prompt, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+                    messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
             else:
                 ids = [operator.index(token) for token in prompt]  # type: ignore[arg-type]
@@ -211,9 +239,7 @@ class OfflineEngine:
         An awaitable is awaited. Then vLLM's prefix cache is reset, because the former weights computed it. Raises
         RolloutError if vLLM does not reset it, because requests run.
         """
-        returned = update(self.llm, epoch)
-        if inspect.isawaitable(returned):
-            returned = _awaited(returned)
+        returned = awaited(update(self.llm, epoch))
         if not self.llm.reset_prefix_cache():
             raise RolloutError("vLLM keeps the prefix cache of the weights before, because requests run: end them")
         return returned
