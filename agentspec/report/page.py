@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
+from statistics import fmean
 
 from agentspec.cache.types import SOURCES
 from agentspec.draft_figures import DraftedToken
 from agentspec.report.records import Run, Session, Turn
 
 _BAR_WIDTH, _CHART_HEIGHT = 28, 120
+_MOST_BARS = 100
+"""Most bars of a chart. Requests without a session are turns of one, and may be thousands."""
 
 
 def render(run: Run, title: str = "What speculation did") -> str:
@@ -134,18 +137,27 @@ def _session(session: Session, number: int) -> str:
     )
 
 
-def _chart(title: str, values: Sequence[float | None], digits: int) -> str:
-    """Return a bar chart, or nothing without values. The table beside it has the same figures."""
+def _chart(title: str, turns: Sequence[float | None], digits: int) -> str:
+    """Return a bar chart, or nothing without values. The table beside it has the same figures.
+
+    Of many turns, a bar stands for the mean of several that follow each other.
+    """
+    together = -(-len(turns) // _MOST_BARS)
+    values = [_mean(turns[at : at + together]) for at in range(0, len(turns), together)]
     known = [value for value in values if value is not None]
     if not known:
         return ""
+    if together > 1:
+        title += f", mean of {together}"
     most = max(known) or 1.0
     bars = []
     for at, value in enumerate(values):
         height = 0.0 if value is None else _CHART_HEIGHT * value / most
         x, y = at * _BAR_WIDTH, _CHART_HEIGHT - height
+        first, last = at * together + 1, min((at + 1) * together, len(turns))
+        named = f"turn {first}" if first == last else f"turns {first} to {last}"
         bars.append(
-            f"<g><title>turn {at + 1}: {_number(value, digits)}</title>"
+            f"<g><title>{named}: {_number(value, digits)}</title>"
             f'<rect x="{x + 3}" y="{y + 16:.1f}" width="{_BAR_WIDTH - 6}" height="{height:.1f}"></rect>'
             f'<text x="{x + _BAR_WIDTH / 2}" y="{y + 12:.1f}">{_number(value, digits)}</text></g>'
         )
@@ -155,6 +167,11 @@ def _chart(title: str, values: Sequence[float | None], digits: int) -> str:
         f'{", ".join(_number(value, digits) or "unknown" for value in values)}" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}">{"".join(bars)}</svg></figure>'
     )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _turn(turn: Turn, number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,15 @@ def test_sessions_of_different_callers_are_told_apart_although_they_have_one_nam
         ("without a session", 2),
     ]
     assert "fix-42 (b2b2b2b2)" in render(run, "title")
+
+
+def test_charts_of_thousands_of_turns_fit_a_page(tmp_path: Path) -> None:
+    """Requests without a session are turns of one."""
+    lines = [step(str(number), None, None) for number in range(2_345)]
+    page = render(read_run(write(tmp_path / "steps.jsonl", *lines)), "title")
+    assert "Tokens a step by turn, mean of 24" in page
+    assert "<title>turns 1 to 24: 1.00</title>" in page and "<title>turns 2329 to 2345: 1.00</title>" in page
+    assert max(int(width) for width in re.findall(r'<svg [^>]* width="(\d+)"', page)) <= 100 * 28
 
 
 def test_a_run_adds_up(record: Path) -> None:
