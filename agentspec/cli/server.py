@@ -181,3 +181,29 @@ def write_private(path: Path, data: bytes) -> None:
 def root_of(url: str) -> str:
     """Return a server's address without ``/v1`` at its end; behind a Unix socket any host's."""
     return "http://localhost" if url.startswith(_UNIX) else url.rstrip("/").removesuffix("/v1")
+
+
+def served_key(
+    model: str,
+    tokenizer: str | None,
+    *,
+    revision: str | None,
+    tokenizer_revision: str | None,
+    hf_overrides: str | None,
+    given: str | None,
+) -> str:
+    """Return the key under which a server of this model stores turns. given: its setting ``model_key``.
+
+    Raises ConfigurationError for ``hf_overrides`` that are no JSON object.
+    """
+    from agentspec.server_ext.persistence.model_key import find_model_key, overrides_text  # needs the core
+    from agentspec.server_ext.settings import json_object
+
+    return find_model_key(
+        model,
+        tokenizer,
+        revision=revision,
+        tokenizer_revision=tokenizer_revision,
+        overrides=overrides_text(json_object("--hf-overrides", hf_overrides or "{}")),
+        given=given,
+    )

@@ -23,6 +23,7 @@ from agentspec.cli.server import (
     UrlOption,
     ask,
     reading,
+    served_key,
     server_at,
     shown_time,
     write_private,
@@ -171,18 +172,16 @@ def convert(
     """
     from agentspec.cache.store.convert import OldLog, old_log_name  # need the core, as others don't
     from agentspec.cache.store.convert import convert as run
-    from agentspec.server_ext.persistence.model_key import find_model_key, overrides_text
-    from agentspec.server_ext.settings import json_object
 
     url = store or os.environ.get("AGENTSPEC_STORE") or default_store_url("server.db")
     log = None
     if model is not None:
-        key = find_model_key(
+        key = served_key(
             model,
             tokenizer,
             revision=revision,
             tokenizer_revision=tokenizer_revision,
-            overrides=overrides_text(json_object("--hf-overrides", hf_overrides or "{}")),
+            hf_overrides=hf_overrides,
             given=model_key,
         )
         log = OldLog(old_log_name(model, tokenizer, tokenizer_revision, tenant), key)

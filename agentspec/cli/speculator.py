@@ -11,12 +11,17 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from agentspec.cache.store import LogNames, open_store, redact
-from agentspec.cli.server import OverridesOption, RevisionOption, TokenizerOption, TokenizerRevisionOption
+from agentspec.cli.server import (
+    OverridesOption,
+    RevisionOption,
+    TokenizerOption,
+    TokenizerRevisionOption,
+    served_key,
+)
 from agentspec.cli.tables import JsonOption, figures_table, print_table
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.identity.server_secrets import server_secret
-from agentspec.server_ext.persistence.model_key import find_model_key, overrides_text
-from agentspec.server_ext.settings import Settings, json_object, load_settings
+from agentspec.server_ext.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     import torch
@@ -75,12 +80,12 @@ def prune(
     settings = _settings(given)
     whole = load_speculator(speculator)
     tokenizer = tokenizer or model
-    key = find_model_key(
+    key = served_key(
         model,
         tokenizer,
         revision=revision,
         tokenizer_revision=tokenizer_revision,
-        overrides=overrides_text(json_object("--hf-overrides", hf_overrides or "{}")),
+        hf_overrides=hf_overrides,
         given=settings.model_key,
     )
     rest, held_out = _count(settings, key, f"model {model}, tokenizer {tokenizer}", whole.config.vocab_size)
