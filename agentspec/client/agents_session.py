@@ -5,16 +5,18 @@ The session itself keeps chat messages, so that `chat()` and a Runner can take t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from agentspec.client.messages import tool_message
+from agentspec.client.messages import AGENTS_DATA, AGENTS_ITEMS, tool_message
 from agentspec.errors import InvalidInputError
 
-_DROPPED = frozenset({"reasoning", "compaction"})
+_DROPPED = frozenset({"compaction"})
 """Types of items that are left out, because they say nothing to another model."""
 _ANSWER = {"type": "message", "id": "__fake_id__", "role": "assistant", "status": "completed"}
-"""Item of an answer's text, in the form to which a Runner joins the calls behind it. The id is openai-agents' own."""
+"""Item of an answer's text, in the form to which a Runner joins the thoughts before and the calls behind it. The id is
+openai-agents' own."""
 _TEXTS = frozenset({"input_text", "output_text", "text", "refusal"})
 """Types of parts that become text parts of a chat message."""
 _SAME_IN_BOTH = frozenset({"input_audio", "video_url"})
@@ -88,23 +90,26 @@ def items_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if role == "tool":
         output = _item_content(message["content"])
         return [{"type": "function_call_output", "call_id": message["tool_call_id"], "output": output}]
+    thoughts = copy.deepcopy(message.get(AGENTS_ITEMS) or [])
     calls = [_item_call(call) for call in message.get("tool_calls") or ()]
     content = message.get("content") or message.get("refusal") or ""
     if calls and not content:
-        return calls
+        return [*thoughts, *calls]
     content = _item_content(content)
-    if not calls:
+    if not calls and not thoughts:
         return [{"role": role, "content": content}]
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    return [{**_ANSWER, "content": [{"type": "output_text", "text": text, "annotations": []}]}, *calls]
+    return [*thoughts, {**_ANSWER, "content": [{"type": "output_text", "text": text, "annotations": []}]}, *calls]
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
     """Return items as chat messages. Calls in a row are one message, with the assistant's text before them if any.
 
-    Raises InvalidInputError for items and parts of content that have no form in chat completions.
+    A model's thoughts stay items of the message behind them. Raises InvalidInputError for other items, and parts of
+    content, that have no form in chat completions.
     """
     messages: list[dict[str, Any]] = []
+    thoughts: list[Any] = []
     for item in items:
         kind = item.get("type", "message")
         if kind == "message":
@@ -113,15 +118,22 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             function = {"name": item["name"], "arguments": item["arguments"]}
-            messages[-1].setdefault("tool_calls", []).append(
-                {"id": item["call_id"], "type": "function", "function": function}
-            )
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            if data := item.get("provider_data"):
+                call[AGENTS_DATA] = copy.deepcopy(data)
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "reasoning":
+            thoughts.append(copy.deepcopy(item))
+            continue
         elif kind == "function_call_output":
             messages.append(tool_message(item["call_id"], _content(item["output"])))
         elif kind not in _DROPPED:
             raise InvalidInputError(
                 f"items: {kind!r} has no form in chat completions; messages and function calls can be kept"
             )
+        if thoughts and messages and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault(AGENTS_ITEMS, []).extend(thoughts)
+        thoughts = []
     return messages
 
 
@@ -178,7 +190,8 @@ def _item_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if function is None:
         raise _no_item(f"a tool call of the type {call.get('type')!r}")
     name, arguments = function["name"], function["arguments"]
-    return {"type": "function_call", "call_id": call["id"], "name": name, "arguments": arguments}
+    data = {"provider_data": copy.deepcopy(call[AGENTS_DATA])} if AGENTS_DATA in call else {}
+    return {"type": "function_call", "call_id": call["id"], "name": name, "arguments": arguments, **data}
 
 
 def _no_item(what: str) -> InvalidInputError:

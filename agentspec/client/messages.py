@@ -19,6 +19,8 @@ THOUGHTS = ("reasoning", "reasoning_content", "reasoning_details", "extra_conten
 They are read in the next request: by vLLM and SGLang for the chat templates of such models, and by some services that
 refuse tool calls without them.
 """
+AGENTS_ITEMS, AGENTS_DATA = "agents_items", "agents_data"
+"""Fields of a message, and of its tool calls, that openai-agents wants back from its session. Servers get neither."""
 _DEEPEST = 200  # most levels of a message, because recursive functions copy and encode it
 
 MessageLike: TypeAlias = Mapping[str, object] | pydantic.BaseModel
@@ -83,12 +85,13 @@ def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
     return kept | _thoughts(message.model_extra or {})
 
 
-def without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without THOUGHTS, for a server that does not take them."""
-    kept = {name: value for name, value in message.items() if name not in THOUGHTS}
-    if calls := kept.get("tool_calls"):
-        kept["tool_calls"] = [{name: value for name, value in call.items() if name not in THOUGHTS} for call in calls]
-    return kept
+def as_sent(message: Mapping[str, Any], *, thoughts: bool) -> dict[str, Any]:
+    """Return a message of the history as a server gets it. thoughts: whether it takes THOUGHTS."""
+    left_out = (AGENTS_ITEMS, AGENTS_DATA, *(() if thoughts else THOUGHTS))
+    sent = {name: value for name, value in message.items() if name not in left_out}
+    if calls := sent.get("tool_calls"):
+        sent["tool_calls"] = [{name: value for name, value in call.items() if name not in left_out} for call in calls]
+    return sent
 
 
 def tool_message(tool_call_id: str, content: str | Sequence[Mapping[str, object]]) -> dict[str, Any]:

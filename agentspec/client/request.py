@@ -13,7 +13,7 @@ import openai
 
 from agentspec.client.conversation import Conversation
 from agentspec.client.formats import check_response_format, has_loose_tools, json_schema_format
-from agentspec.client.messages import Content, as_messages, shown, without_thoughts
+from agentspec.client.messages import Content, as_messages, as_sent, shown
 from agentspec.client.option_checks import check_headers, check_mapping, check_retries, check_timeout
 from agentspec.client.predictions import as_prediction, check_predict, likely_answer, openai_refuses
 from agentspec.client.reply import ParsedT, Reply
@@ -230,7 +230,7 @@ class RequestBuilder:
         stream: whether the answer will be streamed. The caller's own options are kept.
         """
         call.begin = time.monotonic()
-        sent = list(messages) if self._thoughts else [without_thoughts(message) for message in messages]
+        sent = [as_sent(message, thoughts=self._thoughts) for message in messages]
         request: dict[str, Any] = {"model": self.model, **call.options, "messages": sent}
         if call.options.get("extra_headers"):
             request["extra_headers"] = spelled_here(call.options["extra_headers"])

@@ -165,7 +165,8 @@ async def test_output_items_of_the_api_are_understood(server: FakeServer) -> Non
                 {"type": "message", "id": "m1", "role": "assistant", "status": "completed", "content": parts},
             ]
         )
-        assert session.messages == [{"role": "assistant", "content": "hello"}]
+        (message,) = session.messages
+        assert (message["role"], message["content"]) == ("assistant", "hello")
         with pytest.raises(InvalidInputError, match="computer_call"):
             await session.add_items([{"type": "computer_call"}])
 
@@ -200,6 +201,44 @@ async def test_files_by_url_are_refused(server: FakeServer) -> None:
         session = client.session()
         with pytest.raises(InvalidInputError, match="'input_file' has no form"):
             await session.add_items([{"role": "user", "content": [{"type": "input_file", "file_url": "http://x/a"}]}])
+
+
+async def test_thoughts_stay_with_the_message_behind_them_and_are_sent_to_no_server(server: FakeServer) -> None:
+    """Some services refuse calls of tools without the model's thoughts, or without the signature of a call."""
+    thoughts = {"type": "reasoning", "id": "r1", "summary": [{"type": "summary_text", "text": "I must add."}]}
+    signed = {**CALL, "provider_data": {"model": "m", "thought_signature": "c2lnbmVk"}}
+    answer = {"type": "function_call_output", "call_id": "c1", "output": "1"}
+    async with connect(server) as client:
+        session = client.session("s")
+        await session.add_items([ITEMS[0], thoughts, signed, answer, {**thoughts, "id": "r2"}, ITEMS[1]])
+        await session.add_items([{**thoughts, "id": "of no message"}, {"role": "user", "content": "more"}])
+        await session.chat("and?")
+        items = await session.get_items()
+        assert items[:6] == [ITEMS[0], thoughts, signed, answer, {**thoughts, "id": "r2"}, ITEMS[1]]
+        assert [item.get("role") for item in items[6:]] == ["user", "user", "assistant"]
+        assert await session.pop_item() == items[-1]
+    sent = server.chats[0].body["messages"]
+    assert sent[1] == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+    }
+    assert sent[3] == {"role": "assistant", "content": "let me see"}
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+async def test_the_runner_sends_thoughts_back_from_a_session(server: FakeServer, field: str) -> None:
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
+    agents.set_tracing_disabled(True)
+    server.answers = [{"content": "one", field: "I must say one."}, {"content": "two"}]
+    async with connect(server) as client:
+        session = client.session("s")
+        provider = agents.OpenAIProvider(openai_client=session.openai, use_responses=False)
+        config = agents.RunConfig(model_provider=provider)
+        agent = agents.Agent(name="counts", model="deepseek-small")
+        for text in ("count", "go on"):
+            await agents.Runner.run(agent, text, session=session, run_config=config)
+    assert server.chats[1].body["messages"][1] == {"role": "assistant", "content": "one", field: "I must say one."}
 
 
 async def test_the_runner_takes_a_session(server: FakeServer) -> None:

@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from agentspec import AgentClient, ConfigurationError
-from agentspec.client.messages import assistant_message, without_thoughts
+from agentspec.client.messages import as_sent, assistant_message
 from agentspec.client.reply import read_reply
 from agentspec.client.request import Call, RequestBuilder
 from agentspec.client.streamed_answer import StreamedAnswer
@@ -172,5 +172,6 @@ def test_a_streamed_sound_is_put_together(divided: str) -> None:
 
 def test_a_message_without_thoughts_is_a_copy() -> None:
     message = {"role": "assistant", "content": None, "reasoning": "I must run it.", "tool_calls": [SIGNED]}
-    assert without_thoughts(message) == {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert as_sent(message, thoughts=True) == message
+    assert as_sent(message, thoughts=False) == {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert message["tool_calls"] == [SIGNED]
