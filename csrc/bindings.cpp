@@ -13,6 +13,7 @@
 #include "arguments.hpp"
 #include "cache/cache.hpp"
 #include "drafting/draft_value.hpp"
+#include "gil.hpp"
 #include "index/stopwatch.hpp"
 
 namespace nb = nanobind;
@@ -53,7 +54,7 @@ nb::tuple to_python(Drafts& drafts, More&... more) {
 
 template <class Call>
 auto without_gil(Call call) {
-  nb::gil_scoped_release release;
+  const GilRelease release;
   return call();
 }
 
@@ -213,7 +214,8 @@ nb::tuple recount(Cache& cache) {
 NB_MODULE(_native, module) {
   using namespace agentspec;
   nb::set_leak_warnings(false);  // a thread that ends with the process may still hold a cache
-  using Released = nb::call_guard<nb::gil_scoped_release>;
+  using Released = nb::call_guard<GilRelease>;
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&GilRelease::begin_exit));
   module.def("draft_value", &draft_value, "expected"_a, "drafted"_a, "cost"_a);
   module.attr("HASH_BLOCK") = kBlock;
   module.def("context_hashes", &context_hashes, "tokens"_a.noconvert(), "parent"_a, "kept"_a);
@@ -239,6 +241,7 @@ NB_MODULE(_native, module) {
           },
           "own"_a, "kept"_a, "parent"_a, "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a,
           Released())
+      .def_prop_ro("key", &PreparedSession::key)
       .def("finish", &PreparedSession::finish, Released())
       .def("bytes", &PreparedSession::bytes);
   nb::class_<Cache>(module, "Core")

@@ -23,6 +23,8 @@ class PublicIndex:
 class PreparedSession:
     """Hold the indexes of a session that is not in the cache yet. `SuffixCache.prepare` makes it."""
 
+    @property
+    def key(self) -> str: ...
     def add(
         self,
         own: bool,

@@ -84,8 +84,11 @@ class KeptTurns:
         Afterwards `restore` its turns, which adds them to their groups and tenant. Returns False, and does nothing, if
         the cache holds turns of the session or its family that were not prepared, if the session turns out to be in
         another session's family, or if the session's budget cannot hold all of it. Then `restore` adds the turns to
-        the session, too. A prepared session can be adopted once.
+        the session, too. A prepared session can be adopted once. Raises InvalidInputError for another session's turn.
         """
+        Names.of(of)
+        if not isinstance(prepared, PreparedSession) or prepared.key != key_of(of.tenant, of.session):
+            raise InvalidInputError("of: give a turn of the session that `prepare` prepared")
         return self._core.adopt(prepared, of.tenant or UNNAMED_TENANT, key_of(of.tenant, of.family), of.owner)
 
     def learn_from(self, turn: FinishedTurn) -> int:

@@ -78,8 +78,11 @@ class RequestSlots:
 
         Raises UnknownRequestError, and InvalidInputError if ``request_ids`` is no sequence of ids.
         """
-        slots = self._look_up(request_ids)
-        return BatchHandle(tuple(request_ids), slots, self._epoch)
+        try:
+            ids = tuple(request_ids)
+        except TypeError:
+            raise _no_ids(request_ids) from None
+        return BatchHandle(ids, self._look_up(ids), self._epoch)
 
     def slots_of(self, requests: BatchHandle | Sequence[str]) -> Int32Array:
         """Return the slots of running requests, int32 [n]. Raises as `batch` does."""
@@ -96,7 +99,11 @@ class RequestSlots:
         except KeyError as error:
             raise _unknown(error.args[0]) from None
         except TypeError:  # no sequence, or its items cannot be keys of a dictionary
-            raise InvalidInputError(f"request_ids: give a sequence of ids, or a handle, not {request_ids!r}") from None
+            raise _no_ids(request_ids) from None
+
+
+def _no_ids(given: object) -> InvalidInputError:
+    return InvalidInputError(f"request_ids: give a sequence of ids, or a handle, not {given!r}")
 
 
 def _unknown(request_id: str) -> UnknownRequestError:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentspec.cache.arguments import MAX_VOCAB, as_tokens
 from agentspec.cache.types import Int32Array
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, first_line
-from agentspec.identifiers import check_ids
+from agentspec.identifiers import MAX_ID_LENGTH, check_ids
 from agentspec.json_lines import read_objects, whole
 
 Progress = Callable[[int], None]
@@ -72,13 +72,14 @@ def read_calls(
     `progress` gets the number of bytes read so far. A last line that a program is still writing is left out, with a
     warning. Raises InvalidInputError, which names file, line and field.
     """
-    last: dict[tuple[str | None, str], Int32Array] = {}
+    last: dict[tuple[str | None, str], Int32Array] = {}  # by the record's own tenant and session
     for line, value in read_objects(path, progress, growing=True):
         try:
-            call = _call(line, _record(value), tokenizer, tenant, last)
+            record = _record(value)
+            call = _call(line, record, tokenizer, tenant, last)
         except AgentSpecError as error:
             raise InvalidInputError(f"{path}, line {line}: {error}") from error
-        last[call.tenant, call.session] = np.concatenate([call.prompt, call.response])
+        last[record.tenant, str(record.session)] = np.concatenate([call.prompt, call.response])
         yield call
 
 
@@ -159,12 +160,14 @@ def _call(
     prompt = _tokens("prompt", record.prompt_token_ids, record.prompt, tokenizer)
     response = _tokens("response", record.response_token_ids, record.response, tokenizer)
     if record.continues:
-        before = last.get((owner, session))
+        before = last.get((record.tenant, session))
         if before is None:
             raise InvalidInputError(
                 f"continues: session {session!r} has no earlier record; leave `continues` out and give the whole prompt"
             )
         prompt = np.concatenate([before, prompt])
+    if tenant is not None and record.tenant is not None:  # sessions of several tenants may have one name
+        session = f"{record.tenant}/{session}"[-MAX_ID_LENGTH:]
     return Call(line, session, record.turn, group, owner, prompt, response)
 
 

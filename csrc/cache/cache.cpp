@@ -187,13 +187,22 @@ void Cache::remove_session(const std::string& session, const std::string& tenant
   {
     std::lock_guard lock(mutex_);
     sharing = entries_.remove_session(session, tenant);
-    for (const auto& current : requests_) {  // their drafts may quote it
+    for (const auto& current : requests_) {
       if (!current || !current->tenant || current->tenant->key != tenant) continue;
-      current->draft.forget_tokens();
       current->forget_sibling();  // the sibling may be a request of the session
     }
+    forget_drafts(tenant);
   }
   for (const auto& group : sharing) erase_from(*group, key);
+  std::lock_guard lock(mutex_);
+  forget_drafts(tenant);  // a step may have drafted what the slices had not erased yet
+}
+
+// Forgets the drafts of a tenant's requests, which may quote an erased session. Needs the lock.
+void Cache::forget_drafts(const std::string& tenant) {
+  for (const auto& current : requests_) {
+    if (current && current->tenant && current->tenant->key == tenant) current->draft.forget_tokens();
+  }
 }
 
 // Erases a session's responses in slices, between which other callers get the lock.

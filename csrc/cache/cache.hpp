@@ -188,6 +188,7 @@ class Cache {
   enum class Origin { kFinished, kStored, kFollowed };
   void keep(const Request& of, const std::string* session, const Turn& turn, Origin origin);
   void erase_from(Group& group, const std::string& session_key);
+  void forget_drafts(const std::string& tenant);
   std::size_t replay_step(Request& request, std::span<const Token> left, double cost);
   bool find_held(Names names, Request& to);
   void find_or_make(Names names, Request& to);

@@ -172,10 +172,9 @@ bool Cache::save(const std::string& path, const std::string& identity, const std
     std::this_thread::sleep_for(kBetweenSlices);
   }
   writer.flush([](const auto&) { return true; });
-  {
-    std::lock_guard lock(mutex_);
-    if (entries_.erasures != erasures) return false;
-  }
+  writer.finish();
+  std::lock_guard lock(mutex_);  // so that no erasure that has returned comes before the file that holds its text
+  if (entries_.erasures != erasures) return false;
   writer.commit();
   return true;
 }

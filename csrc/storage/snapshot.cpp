@@ -136,7 +136,7 @@ void SnapshotWriter::rewind(const Mark& mark) {
   checksum_ = mark.checksum;
 }
 
-void SnapshotWriter::commit() {
+void SnapshotWriter::finish() {
   Header header;
   header.size = size_;
   header.contents = checksum_.value();
@@ -144,6 +144,9 @@ void SnapshotWriter::commit() {
   std::rewind(file_);
   put(&header, sizeof header);
   if (std::fflush(file_) != 0 || fsync(fileno(file_)) != 0) fail("cannot be written");
+}
+
+void SnapshotWriter::commit() {
   if (std::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot be put in place");
   std::fclose(std::exchange(file_, nullptr));
 }

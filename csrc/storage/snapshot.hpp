@@ -36,10 +36,10 @@ class Checksum {
   std::uint64_t words_ = 0;
 };
 
-// Writes to a temporary file beside `path`, which commit() renames: readers see the old or the new snapshot, never a
-// half. Without commit() the temporary file is removed. Its name, `path` with ".tmp" and six characters, is unique,
-// also among containers that share the folder. The file is locked (flock) while it is written, so a file without a lock
-// was left by a process that was killed.
+// Writes to a temporary file beside `path`, which finish() completes and commit() renames: readers see the old or the new
+// snapshot, never a half. Without commit() the temporary file is removed. Its name, `path` with ".tmp" and six
+// characters, is unique, also among containers that share the folder. The file is locked (flock) while it is written, so
+// a file without a lock was left by a process that was killed.
 //
 // Values are gathered in memory until flush() writes them to the file, so that a caller who holds a lock for the values
 // need not wait for the file. Large arrays can be deferred: see defer().
@@ -113,6 +113,7 @@ class SnapshotWriter {
   }
   Mark mark() const { return {size_, checksum_}; }
   void rewind(const Mark& mark);  // forgets all that was written and gathered since the mark
+  void finish();  // waits for the disk
   void commit();
 
  private:

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -258,3 +259,16 @@ def test_no_step_waits_while_a_large_session_is_indexed() -> None:
         return {"step": float("inf") if few else most(steps), "adopt": adopt, "restore": most(restores)}
 
     assert_fast(measure, step=STALL, adopt=5 * STALL, restore=STALL)
+
+
+@pytest.mark.parametrize("change", [{"tenant": "u"}, {"tenant": None}, {"session": "other"}, {"session": None}])
+def test_a_prepared_session_is_adopted_by_its_own_turns_alone(change: dict[str, Any]) -> None:
+    """Under another tenant an erasure would not find what the session said."""
+    turns, _ = conversation(1, 3)
+    cache = SuffixCache()
+    prepared = cache.prepare(turns)
+    with pytest.raises(InvalidInputError, match="of: give a turn of the session"):
+        cache.adopt(prepared, replace(turns[0], **change))
+    with pytest.raises(InvalidInputError, match="turn: give a FinishedTurn"):
+        cache.adopt(prepared, None)  # type: ignore[arg-type]
+    assert cache.adopt(prepared, turns[0])

@@ -1,14 +1,16 @@
 """Test who may draft from what. Beside each denial stands a hit, which shows that the test can find one."""
 
 import resource
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from agentspec.cache import SOURCES, DraftPolicy, Scope, StepDrafts, SuffixCache
+from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, Scope, StepDrafts, SuffixCache
 from agentspec.errors import InvalidInputError
 
+PROMPT = np.arange(4, dtype=np.int32)
 SECRET = [71, 72, 73, 74, 75, 76, 77, 78, 79]
 
 
@@ -259,3 +261,27 @@ def test_what_a_session_taught_itself(session: str | None, influenced: bool) -> 
     teach(cache, "a", None, "session")
     assert drafts_boldly(cache, session, None, "session") == (not influenced)
     assert drafts_boldly(cache, session, None)
+
+
+def test_a_draft_that_was_made_during_an_erasure_is_merged_by_no_later_call() -> None:
+    """The text is erased in slices, and a step may draft between two of them."""
+    random = np.random.default_rng(1)
+    during = 0
+    for _ in range(20):
+        cache = SuffixCache(vocab_size=50_000)
+        said = [random.integers(40_000, 50_000, 200).astype(np.int32) for _ in range(400)]
+        for number, response in enumerate(said, 1):
+            cache.restore(FinishedTurn("t", "erased", 0, PROMPT, response, writer="w", number=number))
+        cache.restore(FinishedTurn("t", "kept", 0, PROMPT, PROMPT, writer="w", number=1_000))
+        cache.catch_up()
+        cache.start("r", said[-1][:50], tenant="t", session="mine")
+        erasing = threading.Thread(target=cache.remove_session, args=("t", "erased"))
+        erasing.start()
+        while erasing.is_alive():
+            if len(cache.propose(["r"], 8)[0].token_ids):
+                during += 1
+        erasing.join()
+        nothing = (np.zeros((1, 1), np.int32), np.zeros((1, 1)), np.zeros(1, np.int32), np.array([8], np.int32))
+        assert not len(cache.merge_drafts(["r"], *nothing).token_ids)
+        assert not len(cache.propose(["r"], 8)[0].token_ids)
+    assert during, "none was made during an erasure"

@@ -2,13 +2,15 @@
 
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agentspec.cache import DraftPolicy, Scope, SuffixCache
+from agentspec.cache import DraftPolicy, FinishedTurn, Scope, SuffixCache
 from agentspec.errors import SnapshotError
 from tests.cache.mutations import VOCABULARY, seal
 
@@ -396,3 +398,29 @@ def test_a_table_that_grows_while_it_is_copied_is_copied_again(tmp_path: Path) -
     subprocess.run(["g++", "-std=c++20", f"-I{core}", *sources, "-o", str(tmp_path / "grows")], check=True)
     done = subprocess.run([tmp_path / "grows", tmp_path / "snapshot"], check=True, capture_output=True, text=True)
     assert done.stdout == "2 slices, whole: 0"
+
+
+def test_no_file_with_erased_text_is_put_in_place_once_the_erasure_has_returned(tmp_path: Path) -> None:
+    random, path = np.random.default_rng(0), tmp_path / "snapshot"
+    cache = SuffixCache(vocab_size=2**30)
+    prompt = np.arange(3, dtype=np.int32)
+    for number in range(1, 101):
+        said = random.integers(0, 50_000, 3_000).astype(np.int32)
+        cache.restore(FinishedTurn("t", None, 0, prompt, said, writer="w", number=number))
+    cache.catch_up()
+    late = 0
+    for number in range(1, 61):
+        path.unlink(missing_ok=True)
+        erased = np.arange(40, dtype=np.int32) + 10_000_000 + 100 * number
+        cache.restore(FinishedTurn("t", "s", 0, prompt, erased, writer="x", number=number))
+        cache.catch_up()
+        saving = threading.Thread(target=cache.save, args=(path,))
+        saving.start()
+        time.sleep(0.02 * random.random())
+        cache.remove_session("t", "s")
+        there = path.exists()
+        saving.join()
+        if not there:
+            late += 1
+            assert erased.tobytes() not in path.read_bytes()
+    assert late, "none was put in place after its erasure"

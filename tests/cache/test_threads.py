@@ -1,6 +1,8 @@
 """Test one thread that decodes while others look, erase, tidy up and save. The thread sanitizer finds more."""
 
 import contextlib
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from agentspec.cache import FinishedTurn, SuffixCache
 from agentspec.errors import SnapshotError
@@ -226,3 +229,30 @@ def test_two_caches_that_save_to_one_path_leave_a_whole_snapshot(tmp_path: Path)
                 saved.result()
         assert SuffixCache.load(path).stats().tokens == caches[0].stats().tokens
     assert [file.name for file in tmp_path.iterdir()] == ["snapshot"]
+
+
+@pytest.mark.parametrize("call", ["cache.index_until_closed()", "cache.publish(texts, max_bytes=1 << 30)", "save()"])
+def test_a_process_ends_while_a_thread_is_in_a_native_call(call: str, tmp_path: Path) -> None:
+    """Python ends daemon threads by unwinding them, which aborts the process if that happens in a native call."""
+    program = f"""
+import threading, time
+import numpy as np
+from agentspec.cache import SuffixCache
+
+def save():
+    while True:
+        cache.save({str(tmp_path / "snapshot")!r})
+
+random = np.random.default_rng(0)
+texts = [random.integers(0, 1000, 200_000).astype(np.int32) for _ in range(10)]
+cache = SuffixCache()
+for number, text in enumerate(texts):
+    cache.start("r", text, session=f"s{{number}}")
+    cache.finish("r")
+threading.Thread(target=lambda: {call}, daemon=True).start()
+time.sleep(0.05)
+cache.close()
+"""
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.returncode, ended.stderr) == (0, "")

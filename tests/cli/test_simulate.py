@@ -89,6 +89,19 @@ def test_steps_that_compute_prompts_are_counted_where_that_is_asked_for(simulate
     assert (counted["steps"], counted["drafted"]) == (replayed.steps, replayed.drafted)
 
 
+def test_sessions_of_two_tenants_stay_apart_although_both_count_for_one(tmp_path: Path) -> None:
+    lines = [
+        {"tenant": "a", "session": "s", "prompt_token_ids": [1], "response_token_ids": [2, 3]},
+        {"tenant": "b", "session": "s", "prompt_token_ids": [11], "response_token_ids": [12, 13]},
+        {"tenant": "a", "session": "s", "continues": True, "prompt_token_ids": [4], "response_token_ids": [5]},
+    ]
+    file = tmp_path / "calls.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    calls = list(read_calls(file, tenant="x"))
+    assert calls[2].prompt.tolist() == [1, 2, 3, 4]
+    assert [(call.tenant, call.session) for call in calls] == [("x", "a/s"), ("x", "b/s"), ("x", "a/s")]
+
+
 def test_sessions_help_each_other_unless_the_scope_is_narrowed(simulate: Program, conversations: Path) -> None:
     def run(*options: str) -> dict[str, Any]:
         """Return the figures that do not depend on time."""

@@ -46,8 +46,10 @@ def test_a_turn_that_continues_has_the_earlier_prompt_and_response_in_front(tmp_
 
 def test_sessions_of_two_tenants_are_two_sessions(tmp_path: Path) -> None:
     file = _write(tmp_path / "a.jsonl", _record(tenant="a"), _record(tenant="b", continues=True))
-    with pytest.raises(InvalidInputError, match=r"a\.jsonl, line 2: continues: session 's' has no earlier record"):
-        list(read_calls(file))
+    for tenant in (None, "one"):
+        with pytest.raises(InvalidInputError, match=r"a\.jsonl, line 2: continues: session 's' has no earlier record"):
+            list(read_calls(file, tenant=tenant))
+    file = _write(tmp_path / "b.jsonl", _record(tenant="a"), _record(tenant="b"))
     assert [call.tenant for call in read_calls(file, tenant="one")] == ["one", "one"]
 
 
