@@ -60,7 +60,7 @@ class BatchLookup:
         input, and vLLM takes the last token of a response back only if it was sampled.
         """
         drafts = [
-            draft if not draft or state.end_tokens.isdisjoint(draft) else list(takewhile(state.is_no_end, draft))
+            draft if not draft or state.not_drafted.isdisjoint(draft) else list(takewhile(state.may_draft, draft))
             for state, draft in zip(self.states, drafts, strict=True)
         ]
         return drafts if self.picked is None else spread_drafts(drafts, self.picked.tolist(), len(self.batch))

@@ -58,6 +58,7 @@ class NewRequest:
     id in the API's response, under which its figures are kept; None: the request id. call: tells its API call from
     others with that id. detailed: whether it asked for the sources of its tokens. prediction: tokens that it expects as
     its response. quotable: tokens that its response may quote. repetition: also ends its response; None: none does.
+    never_drafted: tokens that its drafts end before, besides ``end_tokens``.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class NewRequest:
     prediction: Sequence[int] = ()
     quotable: Sequence[int] | Int32 = ()
     repetition: Repetition | None = None
+    never_drafted: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +175,8 @@ class RequestState:
     """tokens of its prompt"""
     end_tokens: frozenset[int] = frozenset()
     """tokens that end its response"""
+    not_drafted: frozenset[int] = frozenset()
+    """these, and others that its drafts end before"""
     repetition: Repetition | None = None
     """repetition that also ends its response"""
 
@@ -211,9 +215,9 @@ class RequestState:
     model_gain: RunningMean = field(default_factory=RunningMean)
     """mean gain by the draft model beyond the usual gain, in tokens (`fusion.scheduler`)"""
 
-    def is_no_end(self, token: int) -> bool:
-        """Return whether a token leaves the response open."""
-        return token not in self.end_tokens
+    def may_draft(self, token: int) -> bool:
+        """Return whether a draft may hold a token."""
+        return token not in self.not_drafted
 
     @property
     def gets_drafts(self) -> bool:

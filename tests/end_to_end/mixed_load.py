@@ -148,6 +148,6 @@ def mixed_load() -> list[Case]:
     cases += [completion(f"short-{i}", code(45 + i, 8), max_tokens=i + 1) for i in range(3)]
     cases += [structured(i) for i in range(3)]
     random.Random(0).shuffle(cases)
-    # Eight at once outgrow the blocks of the KV cache, so some are preempted. They come first, so none waits.
-    crowd = [completion(f"preempted-{i}", code(60 + i, 6), max_tokens=260, extra_body=endless) for i in range(8)]
+    # Four at once outgrow the blocks of the KV cache, so some are preempted. They come first, so none waits.
+    crowd = [completion(f"preempted-{i}", code(60 + i, 6), max_tokens=420, extra_body=endless) for i in range(8)]
     return crowd + cases

@@ -258,17 +258,16 @@ def test_engine_options_go_together_with_the_others(
     base = [str(problems), "--out", str(problems.parent / "out.jsonl"), "--verify-cost", ".02", "--max-draft", "4"]
     made = command(monkeypatch, *base, "--engine", json.dumps(window))
     assert made["additional_config"] == {
-        "agentspec": {"verify_cost": 0.02, "history_window": "2 weights"},
+        "agentspec": {"verify_cost": 0.02, "history_window": "2 weights", "max_draft": 4},
         "platform": 1,
     }
-    assert made["speculative_config"]["num_speculative_tokens"] == 4
     made = command(monkeypatch, *base, "--engine", json.dumps(native))
     assert made["speculative_config"] == native["speculative_config"]
     assert made["additional_config"] == {"agentspec": {"verify_cost": 0.02, "max_draft": 4}}
     assert made["seed"] == 5
     limit = '{"additional_config": {"agentspec": {"max_draft": 8}}}'
-    assert command(monkeypatch, *base[:3], "--engine", limit)["speculative_config"]["num_speculative_tokens"] == 8
-    assert command(monkeypatch, *base, "--engine", limit)["speculative_config"]["num_speculative_tokens"] == 4
+    assert command(monkeypatch, *base[:3], "--engine", limit)["additional_config"]["agentspec"]["max_draft"] == 8
+    assert command(monkeypatch, *base, "--engine", limit)["additional_config"]["agentspec"]["max_draft"] == 4
     assert not command(monkeypatch, *base, "--engine", '{"model": "x"}')
     assert "--model" in capsys.readouterr().err
     assert not command(monkeypatch, *base, "--engine", '{"additional_config": 3}')

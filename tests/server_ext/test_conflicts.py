@@ -49,6 +49,36 @@ def test_an_engine_that_everybody_switched_on_stays_as_it_is(
     assert bool(re.search(message, caplog.text)) == (config is None)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, "one rank an engine"),
+        ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 1}, None),
+        ({"distributed_executor_backend": "mp", "tensor_parallel_size": 2}, None),
+        ({"enable_lora": True, "max_num_seqs": 256, "max_num_batched_tokens": 300}, "hold two tokens for each"),
+        ({"enable_lora": True, "max_num_seqs": 256, "max_num_batched_tokens": 512}, None),
+        ({"enable_lora": True, "max_num_seqs": 4096, "max_num_batched_tokens": None}, None),
+    ],
+)
+def test_what_no_engine_can_draft_with_names_the_remedy(options: dict[str, Any], message: str | None) -> None:
+    """With an external launcher all ranks schedule by themselves. Other drafts on each would mix up their tokens."""
+    arguments = SimpleNamespace(**{"async_scheduling": None, **options})
+    found = conflict(arguments, attention_only(), {})
+    assert found is None if message is None else message in (found or "")
+
+
+@pytest.mark.parametrize(("config", "refused"), [(None, True), ({"method": "ngram"}, False)])
+def test_logits_processors_of_installed_packages_are_not_dropped_in_silence(
+    config: dict[str, Any] | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM loads none with any speculative decoding, its own methods included, and says so of other things only."""
+    plugins = {"vllm.logits_processors": [SimpleNamespace(name="safety")]}
+    monkeypatch.setattr(speculative_config, "entry_points", lambda group: plugins[group])
+    arguments = SimpleNamespace(async_scheduling=None, speculative_config=config)
+    found = conflict(arguments, attention_only(), {})
+    assert (found is not None and "installed packages (safety)" in found) == refused
+
+
 def test_the_other_model_runner_is_a_conflict_and_other_values_are_none() -> None:
     arguments = SimpleNamespace(async_scheduling=None, logits_processors=None)
     assert "unset the variable" in (conflict(arguments, attention_only(), {"VLLM_USE_V2_MODEL_RUNNER": "1"}) or "")

@@ -11,7 +11,8 @@ import pytest
 from agentspec.cache.policy import DEFAULT_COST
 from agentspec.server_ext.figures.traces import steps_of
 from agentspec.server_ext.fusion import StepModel
-from agentspec.server_ext.step import Batch, DraftRows, Repetition, Step
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.step import Batch, DraftRows, NewRequest, Repetition, Step
 from tests.timing import cpu
 
 from .plain_engine import TEXT, Engine, Rows
@@ -107,9 +108,18 @@ def test_the_end_of_a_response_is_never_drafted() -> None:
     """The step that accepts the token before it samples it anyway. vLLM drops it then if streamed input follows."""
     rows = Rows(verify_cost=0.01)
     rows.step(("0", "1"))
-    rows.proposer._requests.by_id["0"].end_tokens = frozenset({8, 5})
+    rows.proposer._requests.by_id["0"].not_drafted = frozenset({8, 5})
     ended, whole = rows.repeat()
     assert ended == [7] and whole[:4] == [107, 108, 109, 107]
+
+
+def test_what_ends_a_response_or_must_not_be_drafted_cuts_drafts() -> None:
+    engine = Engine()
+    requests = engine.proposer._requests
+    requests.begin(NewRequest("r", [1, 2, 3], Identity(), end_tokens=[5], never_drafted=[7]), 0)
+    (state,) = requests.of(["r"])
+    assert set(state.end_tokens) == {5} and set(state.not_drafted) == {5, 7}
+    assert [state.may_draft(token) for token in (5, 6, 7)] == [False, True, False]
 
 
 def test_figures_count_steps_without_drafts_whenever_they_are_asked_for() -> None:

@@ -40,6 +40,8 @@ def test_on_cuda_what_vllm_leaves_counts_as_free(config: Any, monkeypatch: pytes
     assert limits.free_bytes == pytest.approx(8 << 30, rel=1e-6)
     assert limits.position_bytes == 1000 * 4 * 4
     assert limits.provided_tokens == config.scheduler_config.max_num_seqs
+    config.cache_config.kv_cache_memory_bytes = 60 << 30  # vLLM takes this in place of the share
+    assert engine_limits(config).free_bytes == 0
 
 
 class Grammar:

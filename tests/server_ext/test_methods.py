@@ -14,7 +14,7 @@ from agentspec.server_ext.arctic_methods import translate
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.vllm_adapter import speculative_config
 from agentspec.server_ext.vllm_adapter.launch import serve_arguments
-from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH, engine_options
 
 ARCTIC = {
     "method": "arctic",
@@ -144,12 +144,26 @@ class TestServe:
         assert settings["speculator_tokens"] == 3
 
     def test_the_longest_draft_is_the_option_where_the_config_names_none(self) -> None:
-        assert self.served(ARCTIC, max_draft=32)[0]["num_speculative_tokens"] == 32
+        assert self.served(ARCTIC, max_draft=32)[1]["max_draft"] == 32
 
     @pytest.mark.parametrize(("more", "longest"), [({}, 24), ({"suffix_decoding_max_tree_depth": 200}, 128)])
     def test_a_suffix_draft_is_as_long_as_rule_and_option_allow(self, more: dict[str, Any], longest: int) -> None:
-        assert self.served({"method": "suffix", **more})[0]["num_speculative_tokens"] == longest
-        assert self.served({"method": "suffix", **more}, max_draft=10)[0]["num_speculative_tokens"] == 10
+        assert self.served({"method": "suffix", **more})[1]["max_draft"] == longest
+        assert self.served({"method": "suffix", **more}, max_draft=10)[1]["max_draft"] == 10
+        setting = ("--additional-config", json.dumps({"agentspec": {"max_draft": 8}}))
+        assert self.served({"method": "suffix", **more}, *setting)[1]["max_draft"] == 8
+        assert self.served({"method": "suffix", **more}, *setting, max_draft=10)[1]["max_draft"] == 10
+
+    def test_the_longest_draft_is_no_number_of_vllms_method(self) -> None:
+        """Where a checkpoint names a drafter, vLLM would take it for the number of that drafter's tokens."""
+        own = {"method": "custom_class", "model": PROPOSER_PATH}
+        assert self.served({"method": "suffix"}, max_draft=10)[0] == own
+        given = engine_options(max_draft=10, store="memory://")
+        assert (given["speculative_config"], given["additional_config"]["agentspec"]["max_draft"]) == (own, 10)
+
+    def test_a_setting_of_the_environment_limits_a_suffix_draft(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AGENTSPEC_SETTINGS", '{"max_draft": 8}')
+        assert self.served({"method": "suffix"})[1]["max_draft"] == 8
 
     @pytest.mark.parametrize("method", [[], {}, 5])
     def test_a_method_that_is_no_text_is_named(self, method: Any) -> None:
@@ -228,6 +242,7 @@ class TestOffline:
             "speculator": "folder",
             "speculator_tokens": 3,
             "arctic_suffix_rule": {"max_spec_factor": 0.0},
+            "max_draft": 3,
         }
         assert arguments.spec_method is arguments.spec_model is arguments.spec_tokens is None
 

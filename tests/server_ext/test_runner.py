@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.sampling_params import RepetitionDetectionParams
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -22,7 +22,13 @@ from agentspec.server_ext.identity import CALL_KEY
 from agentspec.server_ext.vllm_adapter import runner
 from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter
 from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
-from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, is_told_later, returned_tokens
+from agentspec.server_ext.vllm_adapter.step_reader import (
+    ForwardPass,
+    end_tokens,
+    is_told_later,
+    never_drafted,
+    returned_tokens,
+)
 
 
 def finished(output: list[int], **params: Any) -> CachedRequestState:
@@ -37,6 +43,18 @@ def finished(output: list[int], **params: Any) -> CachedRequestState:
         num_computed_tokens=0,
         output_token_ids=output,
     )
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_draft_ends_before_the_end_of_a_grammar_behind_which_the_response_goes_on(ignored: bool) -> None:
+    """The backend guidance refuses tokens behind it in one call, and vLLM ends the request with an error."""
+    choice = StructuredOutputsParams(choice=["yes"])
+    params = SamplingParams(ignore_eos=ignored, stop_token_ids=[9], structured_outputs=choice)
+    params.update_from_generation_config({"eos_token_id": [2, 5]}, 2)
+    assert end_tokens(params) == ({9} if ignored else {2, 5, 9})
+    assert never_drafted(params) == ({2, 5, 9} if ignored else set())
+    for other in (SamplingParams(ignore_eos=ignored), None):
+        assert never_drafted(other) == set()
 
 
 class TestReturnedTokens:

@@ -14,7 +14,7 @@ from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter import check_version
 from agentspec.server_ext.vllm_adapter.launch import OPTIONS, hand_on, prepare_environment, serve_arguments
-from agentspec.server_ext.vllm_adapter.speculative_config import engine_options
+from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH, engine_options
 
 
 def test_defaults_are_the_embedded_store_and_no_tenant() -> None:
@@ -207,9 +207,9 @@ class TestLaunch:
         result = serve_arguments(["--port", "1234"], {"tenant": "t"}, 8)
         assert result[:2] == ["--port", "1234"]
         speculative = json.loads(result[result.index("--speculative-config") + 1])
-        assert speculative["num_speculative_tokens"] == 8
+        assert speculative == {"method": "custom_class", "model": PROPOSER_PATH}
         additional = json.loads(result[result.index("--additional-config") + 1])
-        assert additional == {"agentspec": {"tenant": "t"}}
+        assert additional == {"agentspec": {"tenant": "t", "max_draft": 8}}
 
     def test_the_users_additional_config_is_kept(self) -> None:
         result = serve_arguments(
@@ -217,7 +217,7 @@ class TestLaunch:
         )
         assert result.count("--additional-config") == 1
         additional = json.loads(result[result.index("--additional-config") + 1])
-        assert additional == {"x": 1, "agentspec": {"verify_cost": 0.1, "tenant": "t"}}
+        assert additional == {"x": 1, "agentspec": {"verify_cost": 0.1, "tenant": "t", "max_draft": 8}}
 
     @pytest.mark.parametrize(
         "argument",
@@ -238,7 +238,7 @@ class TestLaunch:
         twice = [f'--additional_config={{"agentspec": {{"scope": "{scope}"}}}}' for scope in ("session", "none")]
         result = serve_arguments([*twice, "--port", "1"], {}, 8)
         assert result[:2] == ["--port", "1"] and result.count("--additional-config") == 1
-        assert json.loads(result[-1]) == {"agentspec": {"scope": "none"}}
+        assert json.loads(result[-1]) == {"agentspec": {"scope": "none", "max_draft": 8}}
 
     @pytest.mark.parametrize(
         ("misspelt", "meant"),

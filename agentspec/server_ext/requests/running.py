@@ -86,7 +86,8 @@ class RunningRequests:
         figures = self._metrics.begin(new.api_id or new.request_id, identity.caller, new.call)
         accepted = self._lengths.begin(length + 1, step)  # prefill gives a token, too
         ends = frozenset(new.end_tokens)
-        state = RequestState(new.request_id, identity, figures, accepted, length, length, ends, new.repetition)
+        cut = ends.union(new.never_drafted)
+        state = RequestState(new.request_id, identity, figures, accepted, length, length, ends, cut, new.repetition)
         if new.detailed and figures.trace is None:  # of several samples, the first is traced
             shared = identity.tenant != identity.principal
             state.trace = self._traces.begin(figures, identity.session, shared, identity.tenant)

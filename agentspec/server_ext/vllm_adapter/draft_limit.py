@@ -78,6 +78,12 @@ def _limit_by_adapters(engine_args: Any) -> int:
     return int(min(max(min(each) - 1, 1), MAX_DRAFT))
 
 
+def adapters_leave_room(engine_args: Any) -> bool:
+    """Return whether vLLM may take a draft limit beside LoRA adapters: not if the user's own limits leave no room."""
+    tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
+    return tokens is None or requests is None or bool(tokens >= 2 * requests)
+
+
 def _limit_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
     try:
         return _largest_by_states(engine_args, model_config, parallel_config)
@@ -127,14 +133,16 @@ def engine_limits(vllm_config: Any) -> EngineLimits:
     """Return the memory and the tokens that vLLM leaves for drafts on its device.
 
     On CUDA the memory outside ``gpu_memory_utilization`` is free, and vLLM has reserved memory for one draft token of
-    each of ``max_num_seqs`` rows, because its profiling run sampled that many. Elsewhere a share of the physical memory
-    counts as free, and none is reserved.
+    each of ``max_num_seqs`` rows, because its profiling run sampled that many. With ``kv_cache_memory_bytes``, which
+    vLLM follows instead, nothing counts as free. Elsewhere a share of the physical memory does, and none is reserved.
     """
     from vllm.platforms import current_platform
 
     scheduler = vllm_config.scheduler_config
     if current_platform.is_cuda_alike():
-        unclaimed = 1.0 - vllm_config.cache_config.gpu_memory_utilization
+        cache = vllm_config.cache_config
+        given = getattr(cache, "kv_cache_memory_bytes", None)
+        unclaimed = 0.0 if given else 1.0 - cache.gpu_memory_utilization
         free, copies = unclaimed * current_platform.get_device_total_memory(), _LOGITS_COPIES
         provided = scheduler.max_num_seqs
     else:

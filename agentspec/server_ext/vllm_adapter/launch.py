@@ -80,22 +80,22 @@ def serve_arguments(
     translated: dict[str, Any] = {}
     method = line.take_object(*_SPECULATIVE_FLAGS)
     config = None if method is None else with_underscores(method)
+    additional = line.take_object("--additional-config") or {}
+    given = load_settings(additional)  # report wrong settings now
     if config is not None and config.get("method") in METHODS:
-        translation = translate(config, max_draft)
+        translation = translate(config, max_draft or given.max_draft)
         check_given_limit(translation.max_draft)
         max_draft, translated, config = translation.max_draft, translation.settings, None
     elif config is not None:
         native_methods.check_name(config)
-    additional = line.take_object("--additional-config") or {}
-    load_settings(additional)  # report wrong settings now
-    given_limit = {} if config is None or max_draft is None else {"max_draft": max_draft}
+    given_limit = {} if max_draft is None else {"max_draft": max_draft}
     additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings, **given_limit}
     checked = load_settings(additional)
     if isinstance(store := additional["agentspec"].pop("store", None), str):  # else the environment's URL replaces it
         _warn_of_password(store, "--additional-config")
         environ["AGENTSPEC_STORE"] = environ.get("AGENTSPEC_STORE") or store
     check_files(checked)
-    own = ["--speculative-config", json.dumps(config or own_config(max_draft))]
+    own = ["--speculative-config", json.dumps(config or own_config())]
     return [*line.rest, *own, "--additional-config", json.dumps(additional)]
 
 

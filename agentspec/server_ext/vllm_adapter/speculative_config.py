@@ -9,6 +9,7 @@ the model.
 import logging
 import os
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 from agentspec.errors import ConfigurationError
@@ -18,13 +19,15 @@ from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings, settle_store
 from agentspec.server_ext.vllm_adapter import native_methods
 from agentspec.server_ext.vllm_adapter.cpu import on_cpu
-from agentspec.server_ext.vllm_adapter.draft_limit import default_draft_limit, keeps_states
+from agentspec.server_ext.vllm_adapter.draft_limit import adapters_leave_room, default_draft_limit, keeps_states
 
 logger = logging.getLogger("vllm.agentspec")
 
 PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
 """Class that vLLM loads as its ``custom_class``."""
 
+_PLUGINS = "vllm.logits_processors"
+"""Entry points by which packages add logits processors to vLLM."""
 SWITCH = "AGENTSPEC"
 """Environment variable that makes engines draft without any of agentspec's options (1), or not (0)."""
 
@@ -39,25 +42,21 @@ def engine_options(
     method of vLLM's or ArcticInference's to draft beside; None: the suffix indexes draft alone.
     Raises ConfigurationError for a wrong setting.
     """
-    additional = {"agentspec": {name: value for name, value in settings.items() if value is not None}}
     check_given_limit(max_draft)
-    if speculative_config is None:
-        config = own_config(max_draft)
-    else:
-        config = dict(speculative_config)
-        if max_draft is not None:
-            additional["agentspec"]["max_draft"] = max_draft
+    given = {**settings, "max_draft": max_draft}
+    additional = {"agentspec": {name: value for name, value in given.items() if value is not None}}
     load_settings(additional)
+    config = own_config() if speculative_config is None else dict(speculative_config)
     return {"speculative_config": config, "additional_config": additional}
 
 
-def own_config(max_draft: int | None = None) -> dict[str, Any]:
+def own_config() -> dict[str, Any]:
     """Return a ``speculative_config`` for vLLM that names agentspec's proposer.
 
-    max_draft: longest draft, in tokens. None leaves the number out; ``create_speculative_config`` fills it in.
+    ``create_speculative_config`` adds the longest draft. Here it would become the number of the drafter's tokens where
+    the served checkpoint names a drafter of its own (the speculators format).
     """
-    config: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}
-    return config if max_draft is None else {**config, "num_speculative_tokens": max_draft}
+    return {"method": "custom_class", "model": PROPOSER_PATH}
 
 
 def uses_agentspec(vllm_config: Any) -> bool:
@@ -163,12 +162,13 @@ def translate_method(engine_args: Any) -> None:
     method = config.get("method")
     if method not in METHODS or (not _has_settings(engine_args) and _has_arctic_inference()):
         return
-    translation = translate(config, (additional.get("agentspec") or {}).get("max_draft"))
-    additional["agentspec"] = {**translation.settings, **(additional.get("agentspec") or {})}
+    translation = translate(config, load_settings(additional).max_draft)
+    check_given_limit(translation.max_draft)
+    given = {**translation.settings, **(additional.get("agentspec") or {})}
+    additional["agentspec"] = given if translation.max_draft is None else {**given, "max_draft": translation.max_draft}
     load_settings(additional)  # report wrong settings now
     engine_args.additional_config = additional
-    check_given_limit(translation.max_draft)
-    engine_args.speculative_config = own_config(translation.max_draft)
+    engine_args.speculative_config = own_config()
     for alias in aliases.values():
         setattr(engine_args, alias, None)
 
@@ -248,6 +248,22 @@ def conflict(engine_args: Any, model_config: Any, environ: Mapping[str, str] = o
             "--async-scheduling: agentspec drafts from the tokens of the step before, which asynchronous scheduling "
             "doesn't wait for; leave the option out"
         )
+    launcher = getattr(engine_args, "distributed_executor_backend", None)
+    if launcher == "external_launcher" and engine_args.tensor_parallel_size > 1:
+        return (
+            "--distributed-executor-backend external_launcher with --tensor-parallel-size: each rank schedules by "
+            "itself there, and agentspec drafts on the first one only; use one rank an engine, or another backend"
+        )
+    if (plugins := _dropped_plugins(engine_args)) is not None:
+        return (
+            f"logits processors of installed packages ({plugins}): vLLM runs none with speculative decoding; uninstall "
+            "them, or start plain 'vllm serve'"
+        )
+    if getattr(engine_args, "enable_lora", False) and not adapters_leave_room(engine_args):
+        return (
+            "--enable-lora: vLLM wants --max-num-batched-tokens to hold two tokens for each of --max-num-seqs requests "
+            "with any speculative decoding; raise the first or lower the second"
+        )
     if getattr(engine_args, "logits_processors", None):
         return (
             "--logits-processors: vLLM runs no custom logits processors with speculative decoding; leave the option "
@@ -259,6 +275,14 @@ def conflict(engine_args: Any, model_config: Any, environ: Mapping[str, str] = o
             "with recurrent states, or answers other text; start plain 'vllm serve'"
         )
     return None
+
+
+def _dropped_plugins(engine_args: Any) -> str | None:
+    """Return the logits processors that vLLM would run without agentspec, and doesn't with it; None: there are none."""
+    given = with_underscores(getattr(engine_args, "speculative_config", None))
+    if given.get("method") in native_methods.NATIVE_METHODS:
+        return None  # vLLM drops them for its own methods, too
+    return ", ".join(sorted(plugin.name for plugin in entry_points(group=_PLUGINS))) or None
 
 
 def _is_server(engine_args: Any) -> bool:

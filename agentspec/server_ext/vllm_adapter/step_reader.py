@@ -231,6 +231,7 @@ class StepReader:
             tokens[row, : len(state.prompt_token_ids)],
             identify(extra),
             sorted(end_tokens(params)),
+            never_drafted=sorted(never_drafted(params)),
             api_id=api_request_id(request_id, batch=bool(extra.get(BATCH_KEY))),
             call=str(extra.get(CALL_KEY, "")),
             detailed=bool(extra.get(DETAIL_KEY)),
@@ -282,6 +283,17 @@ def end_tokens(params: Any) -> set[int]:
     if not params.ignore_eos and getattr(params, "eos_token_id", None) is not None:
         ends.add(params.eos_token_id)
     return ends
+
+
+def never_drafted(params: Any) -> set[int]:
+    """Return further tokens that no draft may hold: the ends of a grammar behind which the response goes on.
+
+    With ``ignore_eos`` a grammar of the backend guidance takes such a token at the end of what it is given alone, and
+    vLLM ends the request with an error if a draft has others behind it.
+    """
+    if getattr(params, "structured_outputs", None) is None or not params.ignore_eos:
+        return set()
+    return {token for token in getattr(params, "all_stop_token_ids", ()) if 0 <= token < MAX_VOCAB}
 
 
 def returned_tokens(state: Any) -> int:
