@@ -4,13 +4,18 @@ Ids travel in HTTP headers, log lines and database keys. So they are short and h
 or hide in a terminal. All other Unicode characters are allowed.
 """
 
+import re
 import unicodedata
+import uuid
 from urllib.parse import quote, unquote
 
 from agentspec.errors import InvalidSessionError
 
 MAX_ID_LENGTH = 256
 """Longest id, in characters."""
+
+_SHOWN_OF_HELPERS = 200
+"""Characters of a session's id with which the ids of its loops' sessions begin."""
 
 _VISIBLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
@@ -47,6 +52,16 @@ def check_ids(**ids: str | None) -> None:
     for name, value in ids.items():
         if value is not None:
             check_session_id(value, name)
+
+
+def helpers_of(session: str) -> str:
+    """Return the beginning of the ids of the sessions that one object's loops of a session use, unique."""
+    return f"{session[:_SHOWN_OF_HELPERS]}.{uuid.uuid4().hex[:8]}"
+
+
+def is_helper(value: str, session: str) -> bool:
+    """Return whether an id is of a session that a loop of this session has used, in any process."""
+    return re.fullmatch(rf"{re.escape(session[:_SHOWN_OF_HELPERS])}\.[0-9a-f]{{8}}\.\d+", value) is not None
 
 
 def to_header(text: str) -> str:

@@ -29,14 +29,16 @@ from agentspec.cli.server import (
     write_private,
 )
 from agentspec.cli.tables import JsonOption, print_table
-from agentspec.errors import AgentSpecError, StoreUnavailableError
-from agentspec.identifiers import check_session_id, to_path
+from agentspec.errors import AgentSpecError, InvalidInputError, StoreUnavailableError
+from agentspec.identifiers import check_session_id, is_helper, to_path
 
 _commands = typer.Typer(
     help="Sessions that a server keeps: list, show, export, import, erase; convert an old store.", no_args_is_help=True
 )
 
 _ERASURE_SECONDS = 120.0
+_ALL = 1 << 62
+"""More sessions than any server lists."""
 _EXPORT_SECONDS = 1800.0
 """Longest wait for an export, whose first byte comes when all is read: some 3,000 turns a second on a core."""
 _PART_BYTES = 4 << 20
@@ -130,26 +132,24 @@ def import_session(
 
 @_commands.command()
 def delete(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: HeaderOption = None) -> None:
-    """Erase a session on the server: suffix indexes, queues, store and step record."""
-    until, records = time.monotonic() + _ERASURE_SECONDS, 0
+    """Erase a session on the server, with those of its loops: suffix indexes, queues, store and step record.
+
+    An agent keeps its own copy and would send it again: its `Session.clear()` erases both.
+    """
     with server_at(url, header) as server:
-        while True:
-            answer = ask(server, "DELETE", _path(session), "complete")
-            with reading("records"):
-                records += answer.json()["records"]
-            if answer.status_code != 202:
-                break
-            if time.monotonic() > until:
-                raise StoreUnavailableError(
-                    f"session {session!r}: erased, but another process still reads the database's old pages; run the "
-                    "command again when that process has ended"
-                )
-            time.sleep(1.0)
+        records = _erased(server, session)
+        try:
+            helpers = [found["id"] for found in _newest(server, _ALL) if is_helper(str(found["id"]), session)]
+        except (InvalidInputError, KeyError):  # this server lists no sessions
+            helpers = []
+        for helper in helpers:
+            _erased(server, helper)
     if records == 0:  # a mistyped id, or turns that still waited for the store
         held = "nothing of it was in the store; 'agentspec sessions list' shows your sessions"
     else:
         held = f"{records:,} record{'' if records == 1 else 's'} of it in the store"
-    typer.echo(f"erased: {session} ({held})")
+    loops = f"; and {len(helpers):,} session{'' if len(helpers) == 1 else 's'} of its loops" if helpers else ""
+    typer.echo(f"erased: {session} ({held}){loops}")
 
 
 @_commands.command()
@@ -197,6 +197,24 @@ def convert(
         typer.echo(f"left out: {found.damaged:,} damaged")
     if found.kept_as:
         typer.echo(f"the old data are still in {found.kept_as}; delete it when all is well")
+
+
+def _erased(server: httpx.Client, session: str) -> int:
+    """Erase a session, and return the number of its records in the store."""
+    until = time.monotonic() + _ERASURE_SECONDS
+    records = 0
+    while True:
+        answer = ask(server, "DELETE", _path(session), "complete")
+        with reading("records"):
+            records += int(answer.json()["records"])
+        if answer.status_code != 202:
+            return records
+        if time.monotonic() > until:
+            raise StoreUnavailableError(
+                f"session {session!r}: erased, but another process still reads the database's old pages; run the "
+                "command again when that process has ended"
+            )
+        time.sleep(1.0)
 
 
 def _newest(server: httpx.Client, limit: int) -> list[Any]:

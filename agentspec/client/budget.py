@@ -86,6 +86,14 @@ class Attempt(Generic[ParsedT]):
     tools: tuple[ToolRun, ...] = ()
     seconds: float = 0.0
 
+    @property
+    def reason(self) -> str | None:
+        """Return what the error says, with the notes that name the remedy; None without an error."""
+        if self.error is None:
+            return None
+        notes: list[str] = getattr(self.error, "__notes__", [])
+        return "; ".join([str(self.error) or type(self.error).__name__, *notes])
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -154,11 +162,15 @@ def check_loop_options(options: Mapping[str, Any]) -> None:
 
 
 class BegunCall(NamedTuple):
-    """Hold a call that an Account has counted: its number, its options, and the tokens reserved for its answer."""
+    """Hold a call that an Account has counted: its number, its options, and the tokens reserved for its answer.
+
+    bound: whether the budget, and no limit of the caller's or of the model's, limits the answer.
+    """
 
     number: int
     options: dict[str, Any]
     reserved: int
+    bound: bool = False
 
 
 class Account:
@@ -186,6 +198,9 @@ class Account:
         self._telling = threading.Lock()
         self._begin = time.monotonic()
         self._requests = self._prompt_tokens = self._tokens = self._reserved = 0
+        self.contexts: dict[str | None, int | None] = {}
+        """by model: the length of its context, beyond which servers refuse a limit; None: not known"""
+        self._cut = set[int]()  # numbers of the calls whose answers the budget cut off
         self._closed = False
 
     @property
@@ -200,17 +215,28 @@ class Account:
         limit = self._budget.seconds
         return None if limit is None else max(0.0, limit - (time.monotonic() - self._begin))
 
+    @property
+    def limits_tokens(self) -> bool:
+        """Return whether the budget limits the tokens of answers."""
+        return self._budget.tokens is not None
+
+    def model_of(self, options: Mapping[str, Any]) -> str | None:
+        """Return the model that a call with these options names; None: the client's."""
+        named = (self._options | dict(options)).get("model")
+        return named if isinstance(named, str) else None
+
     def begin(self, options: Mapping[str, Any], among: int = 1) -> BegunCall:
         """Count a call, and limit its options to the budget. among: number of calls that share the tokens left.
 
         Raises BudgetSpentError.
         """
+        context = self.contexts.get(self.model_of(options))
         limited = _taken_out(self._options | dict(options))
         names = [name for name in _TOKEN_LIMITS if limited.get(name)]  # if both are given, a server obeys either
         names = names or ["max_tokens" if "max_tokens" in limited else "max_completion_tokens"]
         choices = limited.get("n") or 1
         seconds = self.seconds_left
-        reserved = 0
+        reserved, bound = 0, False
         with self._lock:
             if self._closed or seconds == 0.0:
                 raise BudgetSpentError("seconds")
@@ -220,12 +246,15 @@ class Account:
                 left = (self._budget.tokens - self._tokens - self._reserved) // (among * choices)
                 if left < 1:
                     raise BudgetSpentError("tokens")
-                limited |= {name: min(left, limited.get(name) or left) for name in names}
+                others = [limit for limit in (context, *(limited.get(name) for name in names)) if limit]
+                bound = all(left < limit for limit in others)
+                most = left if context is None else min(left, context)
+                limited |= {name: min(most, limited.get(name) or most) for name in names}
                 reserved = max(limited[name] for name in names) * choices
             self._reserved += reserved
             self._requests += 1
             number = self._requests
-        return BegunCall(number, limited, reserved)
+        return BegunCall(number, limited, reserved, bound)
 
     def end(self, call: BegunCall, reply: Reply[Any] | None, refused: bool = False) -> None:
         """Count the tokens of a call's answer; if their number is unknown, all that were reserved for the answer.
@@ -235,6 +264,8 @@ class Account:
         """
         usage = reply.usage if reply is not None else None
         with self._lock:
+            if call.bound and reply is not None and reply.finish_reason == "length":
+                self._cut.add(call.number)
             self._reserved -= call.reserved
             if usage is not None and usage.completion_tokens is not None:  # some servers send only a part of `usage`
                 self._tokens += usage.completion_tokens
@@ -249,6 +280,10 @@ class Account:
         if self._on_progress is not None and not self._closed:
             with self._telling:
                 self._on_progress(Progress(attempt, self._spent()))
+
+    def was_cut(self, attempt: Attempt[Any]) -> bool:
+        """Return whether the budget has cut off the answer of an attempt."""
+        return attempt.number in self._cut
 
     def why_failed(self) -> Stopped:
         """Return the reason for which a loop ends after a failed call: its time is over, or the error."""

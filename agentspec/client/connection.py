@@ -28,6 +28,7 @@ T = TypeVar("T")
 _UNKNOWN = re.compile("unknown|unrecogni[sz]ed|unexpected|unsupported|extra|not (permitted|allowed)", re.IGNORECASE)
 _OUR_FIELD = re.compile(r"\b(session_id|vllm_xargs)\b")
 _THOUGHTS = re.compile(rf"\b({'|'.join(THOUGHTS)})\b")
+_TOO_LONG = re.compile("context.?length|context window|max_model_len|tokens is too large", re.IGNORECASE)
 _BROKEN = frozenset({"ReadError", "RemoteProtocolError"})
 """Names of the HTTP client's errors after it has connected; names, because it is httpx or httpx2."""
 
@@ -129,6 +130,11 @@ def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[N
                 )
             elif _THOUGHTS.search(str(error)):
                 error.add_note("agentspec: the server refuses a reasoning model's thoughts: give thoughts=False")
+        if error.status_code == 400 and _TOO_LONG.search(str(error)):
+            error.add_note(
+                "agentspec: the messages and the answer that was asked for do not fit into the model's context: ask for"
+                " fewer tokens, or go on in session.child() with the messages that you choose"
+            )
         raise
 
 

@@ -6,7 +6,6 @@ import copy
 import itertools
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -15,6 +14,7 @@ from agentspec.client.erasure_list import ErasureList
 from agentspec.client.messages import shown
 from agentspec.client.session_log import ClientView, Said, SessionLog, Stored, conflict_error
 from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
+from agentspec.identifiers import helpers_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Conversation:
         self.id = session
         self.group = group
         self.parent = parent
-        self.helpers_begin = f"{session[:200]}.{uuid.uuid4().hex[:8]}"  # beginning of its helpers' ids, unique
+        self._helpers_begin, self._helper_numbers = helpers_of(session), itertools.count(1)
         self.loaded = new
         self.resumed = 0  # messages that came from the store
         self.server_told = False  # whether the server was primed with those messages
@@ -173,9 +173,11 @@ class Conversation:
                 self._replace_history(Stored())
                 self.loaded = True
 
-    def add_helper(self, session: str) -> None:
-        """Note a session that a loop of this one uses, to be erased with this one. Only the latest are remembered."""
-        self._erasures.add_helper(self.id, session)
+    def new_helper(self) -> str:
+        """Return the id of a new session for a loop of this one, to be erased with it. The latest are remembered."""
+        helper = f"{self._helpers_begin}.{next(self._helper_numbers)}"
+        self._erasures.add_helper(self.id, helper)
+        return helper
 
     def add_salt(self, cache_salt: str) -> None:
         """Note a salt that a call sends. It makes another session on the server, which is erased with this one."""

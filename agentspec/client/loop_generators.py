@@ -96,6 +96,8 @@ def refine(
             account.best = attempt  # its critic may have failed
         if attempt.error is not None:
             return account.why_failed()
+        if critic is None and account.was_cut(attempt):
+            return "tokens"
         if not attempt.feedback:
             return "done"
         content = attempt.feedback
@@ -114,8 +116,7 @@ def best_of(session: Any, account: Account, task: Content, n: int, reward: Any, 
         short: list[Stopped] = []
 
         def candidate(number: int) -> Steps[None]:
-            name = f"{session._conversation.helpers_begin}.{number}"
-            session._conversation.add_helper(name)
+            name = session._conversation.new_helper()
             tags = {"session": name, "parent": session.id, "group": session.group or session.id}
             try:
                 attempt = yield from _ask(
@@ -126,6 +127,7 @@ def best_of(session: Any, account: Account, task: Content, n: int, reward: Any, 
             else:
                 account.record((yield from _judge(account, attempt, reward, "score", _score)))
 
+        yield from _note_context(account, session, {})
         yield Together([candidate(number + 1) for number in range(n)], at_once)
         scored = [
             (attempt.score, -attempt.number, attempt) for attempt in account.attempts if attempt.score is not None
@@ -165,7 +167,7 @@ def run_tools(
             return account.why_failed()
         account.best = attempt
         if not calls:
-            return "done"
+            return "tokens" if account.was_cut(attempt) else "done"
         content = None
     return "attempts"
 
@@ -185,8 +187,7 @@ def pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage])
         text = task
         for stage in stages:
             account.best = None
-            child = session.child()
-            session._conversation.add_helper(child.id)
+            child = _child(session)
             if stage.system is not None:
                 child.add({"role": "system", "content": stage.system})
             attempts = stage.attempts if stage.critic is not None else 1
@@ -218,6 +219,7 @@ def _ask(
     chat: method that makes the call; None: the session's own. among: number of calls that share the budget's tokens.
     Raises BudgetSpentError before the call, and InvalidInputError and SessionBusyError for wrong use.
     """
+    yield from _note_context(account, session, options)
     begin, reply, refused = time.monotonic(), None, False
     call = account.begin(options, among)
     try:
@@ -231,6 +233,19 @@ def _ask(
         return Attempt(name, call.number, error=error, seconds=time.monotonic() - begin)
     finally:
         account.end(call, reply, refused)
+
+
+def _child(session: Any) -> Any:
+    """Return a session that this one starts, which is not stored, as no later call is to name it."""
+    conversation = session._client._conversations.unkept(session._conversation.new_helper(), None, session.id)
+    return type(session)(session._client, conversation)
+
+
+def _note_context(account: Account, session: Any, options: Mapping[str, Any]) -> Steps[None]:
+    """Tell a budget of tokens the length of the context of the model that a call with these options asks."""
+    model = account.model_of(options)
+    if account.limits_tokens and model not in account.contexts:
+        account.contexts[model] = yield Apply(session._context_of, (model,))
 
 
 def _chat(

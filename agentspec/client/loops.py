@@ -12,7 +12,7 @@ from agentspec.client.budget import Account, Budget, LoopResult, OnProgress
 from agentspec.client.loop_generators import Stage, best_of, pipeline, refine, run_tools
 from agentspec.client.messages import Content
 from agentspec.client.reply import ParsedT, Reply
-from agentspec.client.request import ResponseFormat
+from agentspec.client.request import MODELS_PATH, ResponseFormat, context_in
 from agentspec.client.steps import run_loop, run_loop_async
 from agentspec.client.tools import Tool, ToolBox
 
@@ -24,6 +24,17 @@ class Loops:
     The result keeps an error of a call, a critic, a reward, a tool or a stage's prompt; `stopped` is then "error"
     unless the loop could go on. KeyboardInterrupt and errors of on_progress end the loop, and leave the session usable.
     """
+
+    _client: Any  # of the Session
+
+    def _context_of(self, model: str | None) -> int | None:
+        """Return the length of a model's context, for budgets of tokens. None stands for the client's model."""
+        requests = self._client._requests
+        model = model or requests.model
+        if model not in requests.contexts:
+            requests.contexts[model] = context_in(self._client._ask(MODELS_PATH), model)
+        length: int | None = requests.contexts[model]
+        return length
 
     def refine(
         self,
@@ -110,6 +121,17 @@ class AsyncLoops:
     Critics, rewards, tools and prompts may be asynchronous functions; other functions run in threads. Cancelling the
     task ends a loop, and leaves the session usable.
     """
+
+    _client: Any  # of the AsyncSession
+
+    async def _context_of(self, model: str | None) -> int | None:
+        """Return the length of a model's context, as `Loops._context_of` does."""
+        requests = self._client._requests
+        model = model or requests.model
+        if model not in requests.contexts:
+            requests.contexts[model] = context_in(await self._client._ask(MODELS_PATH), model)
+        length: int | None = requests.contexts[model]
+        return length
 
     async def refine(
         self,

@@ -29,6 +29,7 @@ ResponseFormat: TypeAlias = type[ParsedT] | Mapping[str, object] | None
 
 SALT_HEADER = "X-Cache-Salt"
 """Header that gives a session's cache salt to the extension."""
+MODELS_PATH = "/models"
 PROBE_PATH = "/agentspec"
 """Path below the base URL that only a server with the extension has."""
 TIMEOUT_S = 2.0
@@ -144,6 +145,7 @@ class RequestBuilder:
         self._session_tags = session_tags
         self._speculation = "summary" if speculation is True else speculation or None
         self._token_ids = token_ids
+        self.contexts: dict[str, int | None] = {}  # by model: the length of its context, once its server was asked
         self._of_openai = host == _OPENAI_HOST
         self._thoughts = thoughts and not self._of_openai
         self._ask_at = 0.0
@@ -258,6 +260,19 @@ class RequestBuilder:
             request.pop("prediction", None)
         elif not self.extension and "max_completion_tokens" in request:  # OpenAI refuses it beside a prediction
             request.setdefault("max_tokens", request.pop("max_completion_tokens"))
+
+
+def context_in(models: object, model: str) -> int | None:
+    """Return the length of a model's context, in tokens, of which vLLM and SGLang tell; None if the server doesn't.
+
+    models: the answer of GET /models, or the exception that it raised.
+    """
+    listed = models.get("data") if isinstance(models, Mapping) else None
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, Mapping) and entry.get("id") == model:
+            length = entry.get("max_model_len")
+            return length if isinstance(length, int) and length > 0 else None
+    return None
 
 
 def salt_headers(cache_salt: str) -> dict[str, str]:

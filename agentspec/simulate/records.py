@@ -133,6 +133,8 @@ def _answers(model: str) -> bool:
 
 
 def _record(value: dict[str, Any]) -> Record:
+    if "text" in value and not value.keys() & {"prompt", "prompt_token_ids"}:
+        raise InvalidInputError("is of a client's record, which `agentspec report` reads; give the prompts, too")
     values = {name: whole(field) for name, field in value.items() if field is not None}
     try:
         return Record.model_validate(values)

@@ -37,7 +37,7 @@ def main() -> int:
         session = client.session("pipeline")
         result = session.pipeline(options.task, STAGES, budget=Budget(requests=6, seconds=600), max_tokens=128)
     for attempt in result.attempts:
-        print(f"{attempt.name}: {attempt.error or (attempt.reply.text if attempt.reply else '')}\n")
+        print(f"{attempt.name}: {attempt.reason or (attempt.reply.text if attempt.reply else '')}\n")
     print(f"stopped: {result.stopped}")
     if any(attempt.reply for attempt in result.attempts):
         options.report.touch(mode=0o600)  # it holds what was said

@@ -43,7 +43,7 @@ def critic(answer: Reply) -> str | None:
 def describe(progress: Progress) -> None:
     """Print one line of figures about an attempt."""
     attempt = progress.attempt
-    line = f"{attempt.name}: {attempt.error or (attempt.feedback or 'all tests pass').splitlines()[0]}"
+    line = f"{attempt.name}: {attempt.reason or (attempt.feedback or 'all tests pass').splitlines()[0]}"
     if attempt.reply is not None and (speculation := attempt.reply.speculation) is not None:
         sources = ", ".join(f"{name} {count}" for name, count in speculation.accepted_by_source.items() if count)
         line += f" ({speculation.tokens} tokens in {speculation.steps} steps; accepted from {sources or 'nothing'})"

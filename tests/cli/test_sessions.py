@@ -325,3 +325,13 @@ def test_a_servers_turns_are_moved_to_their_tenants_logs(
     assert status == 0 and "moved: 1 turns" in printed
     with closing(open_store(url)) as store:
         assert store.namespaces() == [logs.of("acme")]
+
+
+def test_an_erasure_takes_the_sessions_of_its_loops_along(sessions: Sessions, server: Server) -> None:
+    """Their ids were made in another process. A session of the user's own with a like name stays."""
+    others = ["fix-421.0a1b2c3d.1", "fix-42.0a1b2c3d.x", "fix-42.tests"]
+    for session in ("fix-42.0a1b2c3d.1", "fix-42.0a1b2c3d.12", *others):
+        server.say(server.identity(ADA, session))
+    said = "erased: fix-42 (1 record of it in the store); and 2 sessions of its loops\n"
+    assert sessions("delete", "fix-42") == (0, said)
+    assert set(server.listed(ADA)) == set(others)

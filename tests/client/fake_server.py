@@ -48,6 +48,7 @@ class FakeServer:
     broken_stream: bool = False
     cut: bool = False  # chat answers are shorter than their headers say, as if the server had died
     refuses_thoughts: bool = False
+    max_model_len: int | None = None  # as vLLM tells it of its model "small"; None: there is no list of models
     hold: threading.Event | None = None  # chat calls wait for it
     received: list[Received] = field(default_factory=list)
     taking: threading.Lock = field(default_factory=threading.Lock)  # while a handler's thread notes or takes something
@@ -87,6 +88,8 @@ class FakeServer:
                 return self.probe()
             if self.extension:
                 return 200, {"agentspec": "0.1.0"}
+        if path == "/v1/models" and self.max_model_len is not None:
+            return 200, {"object": "list", "data": [{"id": "small", "max_model_len": self.max_model_len}]}
         prefix = "/v1/agentspec/requests/"
         if self.extension and path.startswith(prefix) and self.counts is not None:
             return 200, {"request_id": unquote(path.removeprefix(prefix)), **self.counts}
@@ -97,6 +100,8 @@ class FakeServer:
         known = KNOWN_FIELDS | EXTENSION_FIELDS if self.extension else KNOWN_FIELDS
         if unknown := body.keys() - known:
             return f"unknown fields: {sorted(unknown)}"
+        if self.max_model_len is not None and body.get("max_completion_tokens", 0) > self.max_model_len:
+            return f"max_completion_tokens cannot be greater than max_model_len={self.max_model_len}"
         open_calls: set[str] = set()
         for message in body["messages"]:
             if message["role"] == "assistant":

@@ -12,6 +12,7 @@ import pytest
 from agentspec import AgentClient, AsyncAgentClient, Stage, StoreUnavailableError
 from agentspec.cache.store import open_store
 from agentspec.client.erasure_list import ErasureList
+from agentspec.identifiers import is_helper
 
 from .fake_server import FakeServer
 from .histories import connect, contents, salts_of_erasures, stored
@@ -76,11 +77,9 @@ def test_clear_leaves_a_session_alone_whose_name_a_loop_might_choose(server: Fak
 def test_sessions_of_loops_are_remembered_up_to_a_limit(server: FakeServer) -> None:
     with connect(server, "memory://") as client:
         conversation = client.session("s")._conversation
-        for number in range(10_000):
-            conversation.add_helper(f"helper {number}")
-        conversation.add_helper("helper 9500")
-    assert len(conversation.helpers) == 1_000
-    assert {"helper 9001", "helper 9500", "helper 9999"} < set(conversation.helpers)
+        made = [conversation.new_helper() for _ in range(10_000)]
+    assert len(set(made)) == 10_000 and all(is_helper(name, "s") for name in made)
+    assert conversation.helpers == made[-1_000:]
 
 
 def test_clear_asks_no_server_that_cannot_know_the_session(server: FakeServer, plain_server: FakeServer) -> None:

@@ -16,7 +16,7 @@ import pytest
 from agentspec import AgentSpecError, AsyncAgentClient, Budget, InvalidInputError, Progress, Reply, Stage
 
 from .fake_server import FakeServer
-from .loop_runs import release, short
+from .loop_runs import add, release, short
 
 
 class Number(pydantic.BaseModel):
@@ -119,6 +119,27 @@ class TestBudget:
         run("refine", "count", short, budget=Budget(tokens=50), attempts=1, max_tokens=8, extra_body=extra)
         body = server.chats[0].body
         assert (body["n"], body["max_completion_tokens"], body["max_tokens"], body["top_k"]) == (2, 25, 8, 5)
+
+    def test_of_more_tokens_than_the_models_context_asks_for_what_servers_take(
+        self, run: Any, server: FakeServer
+    ) -> None:
+        """A budget is for a whole loop, so it is naturally larger than one context."""
+        server.max_model_len = 2048
+        result, _ = run("refine", "count", short, budget=Budget(tokens=4_000))
+        assert (result.stopped, result.spent.tokens) == ("done", 9)
+        assert {chat.body["max_completion_tokens"] for chat in server.chats} == {2048}
+        assert sum(request.path == "/v1/models" for request in server.received) == 1
+
+    @pytest.mark.parametrize(("limit", "stopped"), [({}, "tokens"), ({"max_completion_tokens": 3}, "done")])
+    def test_of_tokens_that_cuts_an_answer_off_says_so(
+        self, run: Any, server: FakeServer, limit: dict[str, int], stopped: str
+    ) -> None:
+        """A limit of the caller's own is another matter."""
+        server.finish_reason = "length"
+        loops = [("run_tools", "add", [add]), ("pipeline", "plan", [Stage("plan", "Plan:")])]
+        for loop, *given in loops:
+            result, _ = run(loop, *given, budget=Budget(tokens=6), **limit)
+            assert (result.stopped, result.attempts[0].reply.finish_reason) == (stopped, "length")
 
     def test_of_tokens_is_shared_by_calls_at_once(self, run: Any, server: FakeServer) -> None:
         server.hold = threading.Event()

@@ -104,3 +104,21 @@ def test_a_gateway_that_refuses_the_fields_of_a_session_is_told_apart(status: in
         raise openai.APIStatusError(text, response=response, body=None)
     remedy = 'agentspec: a gateway may refuse fields that it does not know: give session_tags="header"'
     assert notes(raised) == ([remedy] if noted else [])
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "This model's maximum context length is 2048 tokens. However, your prompt contains at least 2049 input tokens.",
+        "max_completion_tokens=4000 cannot be greater than max_model_len=2048",
+        "max_tokens is too large: 100000. This model supports at most 16384 completion tokens",
+    ],
+)
+def test_a_full_context_names_the_ways_on(server: FakeServer, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "refusal", lambda body: why)
+    with AgentClient(base_url=server.url, model="small", store=None, max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.session("s").chat("one")
+        assert "session.child()" in refused.value.__notes__[0]
+        attempt = client.session("s").refine("one", lambda reply: None).attempts[0]
+    assert attempt.reason is not None and why in attempt.reason and attempt.reason.endswith("that you choose")

@@ -209,3 +209,9 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "transformers", None)  # no hub is asked for a file
     with pytest.raises(ConfigurationError, match=r"--tokenizer .*gone\.json: no such file"):
         open_tokenizer(str(tmp_path / "gone.json"))
+
+
+def test_a_clients_record_is_told_apart(tmp_path: Path) -> None:
+    file = _write(tmp_path / "a.jsonl", {"session": None, "tokens": 3, "text": "abc", "seconds": 1.0})
+    with pytest.raises(InvalidInputError, match="line 1: is of a client's record, which `agentspec report` reads"):
+        list(read_calls(file))
