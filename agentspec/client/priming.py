@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentspec.client.messages import encodable, shown
+from agentspec.client.messages import as_sent, encodable, shown
 from agentspec.client.request import TIMEOUT_S, salt_headers
 from agentspec.errors import InvalidInputError
 
@@ -45,7 +45,7 @@ def prime_texts(texts: Sequence[str | Path], cache_salt: str | None) -> Iterator
 def prime_history(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> Iterator[Priming]:
     """Yield the request that primes a session with its messages; none if there are none."""
     if messages:
-        yield _request({"messages": list(messages)}, cache_salt)
+        yield _request({"messages": [as_sent(message, thoughts=True) for message in messages]}, cache_salt)
 
 
 def prime_resumed(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> Iterator[Priming]:

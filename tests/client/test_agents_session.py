@@ -213,11 +213,14 @@ async def test_thoughts_stay_with_the_message_behind_them_and_are_sent_to_no_ser
         await session.add_items([ITEMS[0], thoughts, signed, answer, {**thoughts, "id": "r2"}, ITEMS[1]])
         await session.add_items([{**thoughts, "id": "of no message"}, {"role": "user", "content": "more"}])
         await session.chat("and?")
+        await session.prime()
         items = await session.get_items()
         assert items[:6] == [ITEMS[0], thoughts, signed, answer, {**thoughts, "id": "r2"}, ITEMS[1]]
         assert [item.get("role") for item in items[6:]] == ["user", "user", "assistant"]
         assert await session.pop_item() == items[-1]
+    (primed,) = (request for request in server.received if request.method == "PUT")
     sent = server.chats[0].body["messages"]
+    assert primed.body["messages"][: len(sent)] == sent
     assert sent[1] == {
         "role": "assistant",
         "content": None,
