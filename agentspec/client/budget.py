@@ -198,8 +198,6 @@ class Account:
         self._telling = threading.Lock()
         self._begin = time.monotonic()
         self._requests = self._prompt_tokens = self._tokens = self._reserved = 0
-        self.contexts: dict[str | None, int | None] = {}
-        """by model: the length of its context, beyond which servers refuse a limit; None: not known"""
         self._cut = set[int]()  # numbers of the calls whose answers the budget cut off
         self._closed = False
 
@@ -225,12 +223,12 @@ class Account:
         named = (self._options | dict(options)).get("model")
         return named if isinstance(named, str) else None
 
-    def begin(self, options: Mapping[str, Any], among: int = 1) -> BegunCall:
+    def begin(self, options: Mapping[str, Any], among: int = 1, context: int | None = None) -> BegunCall:
         """Count a call, and limit its options to the budget. among: number of calls that share the tokens left.
 
-        Raises BudgetSpentError.
+        context: length of the model's context, beyond which servers refuse a limit; None: not known. Raises
+        BudgetSpentError.
         """
-        context = self.contexts.get(self.model_of(options))
         limited = _taken_out(self._options | dict(options))
         names = [name for name in _TOKEN_LIMITS if limited.get(name)]  # if both are given, a server obeys either
         names = names or ["max_tokens" if "max_tokens" in limited else "max_completion_tokens"]

@@ -127,7 +127,9 @@ def best_of(session: Any, account: Account, task: Content, n: int, reward: Any, 
             else:
                 account.record((yield from _judge(account, attempt, reward, "score", _score)))
 
-        yield from _note_context(account, session, {})
+        yield from _context(
+            account, session, {}
+        )  # so that none of the calls has to ask for it, and they keep their order
         yield Together([candidate(number + 1) for number in range(n)], at_once)
         scored = [
             (attempt.score, -attempt.number, attempt) for attempt in account.attempts if attempt.score is not None
@@ -219,9 +221,9 @@ def _ask(
     chat: method that makes the call; None: the session's own. among: number of calls that share the budget's tokens.
     Raises BudgetSpentError before the call, and InvalidInputError and SessionBusyError for wrong use.
     """
-    yield from _note_context(account, session, options)
+    context = yield from _context(account, session, options)
     begin, reply, refused = time.monotonic(), None, False
-    call = account.begin(options, among)
+    call = account.begin(options, among, context)
     try:
         reply = yield from _chat(account, session._client.openai, chat or session.chat, content, call.options)
         return Attempt(name, call.number, reply, seconds=time.monotonic() - begin)
@@ -241,11 +243,12 @@ def _child(session: Any) -> Any:
     return type(session)(session._client, conversation)
 
 
-def _note_context(account: Account, session: Any, options: Mapping[str, Any]) -> Steps[None]:
-    """Tell a budget of tokens the length of the context of the model that a call with these options asks."""
-    model = account.model_of(options)
-    if account.limits_tokens and model not in account.contexts:
-        account.contexts[model] = yield Apply(session._context_of, (model,))
+def _context(account: Account, session: Any, options: Mapping[str, Any]) -> Steps[int | None]:
+    """Return the length of the context of the model that a call with these options asks, if the budget needs it."""
+    if not account.limits_tokens:
+        return None
+    length: int | None = yield Apply(session._context_of, (account.model_of(options),))
+    return length
 
 
 def _chat(

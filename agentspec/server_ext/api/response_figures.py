@@ -21,7 +21,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentspec.server_ext.figures.traces import Packed, steps_of
+from agentspec.server_ext.figures.traces import steps_of
 from agentspec.server_ext.identity import FIGURES_HEADER
 from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.vllm_adapter.frontend import (
@@ -71,7 +71,7 @@ async def figures_of(engine: Any, request_id: str, call: str | None = None) -> d
     if "detail" in answer:
         packed, tokenizer = answer.pop("detail"), tokenizer_of(engine)
         if tokenizer is not None:
-            answer["detail"] = await asyncio.to_thread(_in_text, packed, tokenizer.decode)
+            answer["detail"] = await asyncio.to_thread(lambda: _as_text(steps_of(packed), tokenizer.decode))
     return answer
 
 
@@ -87,10 +87,6 @@ def _added_up(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
             else:
                 sums.setdefault(name, value)
     return sums
-
-
-def _in_text(packed: Packed, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    return _as_text(steps_of(packed), decode)
 
 
 def _as_text(steps: list[dict[str, Any]], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
