@@ -10,7 +10,9 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kSweepPerSlice = 1024;  // units of work for an erasure between two pauses for other callers
+// An erasure works for so many units, and for so much CPU time in ns, between two pauses for other callers.
+constexpr std::size_t kSweepPerSlice = 1024;
+constexpr std::int64_t kEraseTime = 100'000;
 
 std::size_t count_of(std::int32_t number) { return static_cast<std::size_t>(std::max(number, 0)); }
 
@@ -183,17 +185,31 @@ void Cache::count_public(std::size_t bytes) {
 
 void Cache::remove_session(const std::string& session, const std::string& tenant) {
   const std::string key = entry_key(EntryKind::kSession, session);
-  std::vector<std::shared_ptr<Group>> sharing;
+  std::shared_ptr<Group> group;  // whose documents are searched for the session's: the tenant, then its groups
   {
     std::lock_guard lock(mutex_);
-    sharing = entries_.remove_session(session, tenant);
+    ++entries_.erasures;
+    entries_.remove_session(session);
     for (const auto& current : requests_) {
       if (!current || !current->tenant || current->tenant->key != tenant) continue;
       current->forget_sibling();  // the sibling may be a request of the session
     }
     forget_drafts(tenant);
+    group = entries_.tenants().find(tenant);
   }
-  for (const auto& group : sharing) erase_from(*group, key);
+  std::optional<Corpus::Erasure> erasure;
+  for (std::string last; group; let_engine_call()) {
+    std::lock_guard lock(mutex_);
+    ++entries_.erasures;  // a snapshot under way may have copied some of it since the last slice
+    const Stopwatch stopwatch;
+    do {
+      if (!erasure) erasure = group->corpus.erasure_of(key);
+      if (erase_some(*group, *erasure)) continue;
+      if (group->tenant) last = group->key;
+      group = entries_.group_behind(tenant, last);
+      erasure.reset();
+    } while (group && !stopwatch.over(kEraseTime));
+  }
   std::lock_guard lock(mutex_);
   forget_drafts(tenant);  // a step may have drafted what the slices had not erased yet
 }
@@ -205,19 +221,16 @@ void Cache::forget_drafts(const std::string& tenant) {
   }
 }
 
-// Erases a session's responses in slices, between which other callers get the lock.
-void Cache::erase_from(Group& group, const std::string& session_key) {
-  bool dropped = false;
-  for (bool more = true; more; let_engine_call()) {
-    std::lock_guard lock(mutex_);
-    ++entries_.erasures;  // a snapshot under way may have copied some of it since the last slice
-    if (group.gone) break;
-    if (!std::exchange(dropped, true)) group.corpus.drop_session(session_key);
-    group.corpus.sweep(kSweepPerSlice);
-    entries_.count(group);
-    more = group.has_work() && !group.corpus.swept();
-    if (!more && group.tenant) entries_.forget_if_empty(group);
-  }
+// Erases some of a session's responses. Returns whether there may be more in this group.
+bool Cache::erase_some(Group& group, Corpus::Erasure& erasure) {
+  if (group.gone) return false;
+  const bool more = group.corpus.drop_some(erasure);
+  if (!group.corpus.erasing()) return more;
+  group.corpus.sweep(kSweepPerSlice);
+  entries_.count(group);
+  if (more || group.corpus.erasing()) return true;
+  if (group.tenant) entries_.forget_if_empty(group);
+  return false;
 }
 
 // Pauses if a call of the engine waits for the lock. Without a pause, this thread would mostly win it back first.

@@ -187,7 +187,7 @@ class Cache {
   // last is a followed turn, which marks nothing as used.
   enum class Origin { kFinished, kStored, kFollowed };
   void keep(const Request& of, const std::string* session, const Turn& turn, Origin origin);
-  void erase_from(Group& group, const std::string& session_key);
+  bool erase_some(Group& group, Corpus::Erasure& erasure);
   void forget_drafts(const std::string& tenant);
   std::size_t replay_step(Request& request, std::span<const Token> left, double cost);
   bool find_held(Names names, Request& to);

@@ -1,6 +1,8 @@
 #include "cache/corpus.hpp"
 
 #include <algorithm>
+#include <iterator>
+#include <vector>
 
 #include "index/stopwatch.hpp"
 
@@ -13,6 +15,10 @@ constexpr std::size_t kSweepCost = 16;
 constexpr std::size_t kSweepSome = 4;
 constexpr std::int64_t kSweepTime = 100'000;  // ns
 
+// Dropping a document of an erased session costs as much as looking at kDropCost others.
+constexpr std::size_t kDroppedPerCall = 16 * 1024;
+constexpr std::size_t kDropCost = 64;
+
 // Returns the FNV-1a hash. A collision within one tenant erases too much, never too little.
 std::uint64_t hash_of(const std::string& key) {
   std::uint64_t hash = 0xCBF29CE484222325u;
@@ -22,6 +28,18 @@ std::uint64_t hash_of(const std::string& key) {
 
 }  // namespace
 
+// Returns the record by which a document is found; nothing for one that is gone or has none.
+std::optional<std::uint64_t> Corpus::record_of(HashIndex::Number number) const {
+  const std::size_t place = documents_.place_of(number);
+  if (place >= documents_.size() || documents_[place].record == 0) return std::nullopt;
+  return documents_[place].record;
+}
+
+bool Corpus::holds(std::uint64_t record) const {
+  const auto is_held = [&](HashIndex::Number number) { return documents_.place_of(number) >= evicted_; };
+  return records_.find(record, [&](HashIndex::Number number) { return record_of(number); }, is_held).has_value();
+}
+
 void Corpus::add(const std::string* session, std::uint64_t record, std::span<const Token> context,
                  std::span<const Token> response, std::uint64_t written) {
   const auto begin = static_cast<Position>(index_.size());
@@ -29,21 +47,22 @@ void Corpus::add(const std::string* session, std::uint64_t record, std::span<con
   index_.append(context, false);
   index_.append(response);
   const auto end = static_cast<Position>(index_.size());
+  const HashIndex::Number number = documents_.next();
   documents_.push_back({session ? hash_of(*session) : 0, record, begin, end, written});
-  if (record != 0) records_.insert(record);
+  records_.insert(number, documents_.first(), [&](HashIndex::Number of) { return record_of(of); });
   tokens_ += end - begin;
+  ++held_;
 }
 
 bool Corpus::holds_all_of(const Corpus& other) const {
-  return std::all_of(other.documents_.begin(), other.documents_.end(),
-                     [&](const Document& document) { return holds(document.record); });
+  return std::all_of(other.documents_.begin() + other.evicted_, other.documents_.end(),
+                     [&](const Document& document) { return document.erased() || holds(document.record); });
 }
 
 bool Corpus::holds_other_than(const std::string& session) const {
   const std::uint64_t own = hash_of(session);
-  const auto is_other = [&](const Document& document) { return document.session != own; };
-  return std::any_of(documents_.begin(), documents_.end(), is_other) ||
-         std::any_of(dropped_.begin(), dropped_.end(), is_other);
+  const auto is_other = [&](const Document& document) { return !document.erased() && document.session != own; };
+  return std::ranges::any_of(documents_, is_other) || std::ranges::any_of(erased_, is_other);
 }
 
 SuffixIndex Corpus::take_over(Corpus& from) {
@@ -54,21 +73,27 @@ SuffixIndex Corpus::take_over(Corpus& from) {
   return old;
 }
 
-void Corpus::forget(const Document& document) {
+// Counts a document that it held as dropped.
+void Corpus::drop(const Document& document) {
+  --held_;
   tokens_ -= document.end - document.begin;
   dropped_tokens_ += document.end - document.begin;
-  records_.erase(document.record);
+}
+
+// Lets the oldest documents, of those that were evicted and of those that it holds, be ones that were not erased.
+void Corpus::pass_erased() {
+  while (evicted_ < documents_.size() && documents_[evicted_].erased()) ++evicted_;
+  for (; evicted_ > 0 && documents_.front().erased(); --evicted_) documents_.pop_front();
 }
 
 void Corpus::drop_oldest() {
-  forget(documents_.front());
-  dropped_.push_back(documents_.front());
-  documents_.pop_front();
+  drop(documents_[evicted_++]);
+  pass_erased();
 }
 
 std::size_t Corpus::drop_before(std::uint64_t time, std::size_t most) {
   std::size_t count = 0;
-  for (; count < most && !documents_.empty() && documents_.front().written < time; ++count) drop_oldest();
+  for (; count < most && !empty() && documents_[evicted_].written < time; ++count) drop_oldest();
   return count;
 }
 
@@ -77,32 +102,45 @@ void Corpus::set_written(std::uint64_t time) {
 }
 
 void Corpus::drop_older_half() {
-  for (std::size_t left = (documents_.size() + 1) / 2; left > 0; --left) drop_oldest();
+  for (std::size_t left = (held_ + 1) / 2; left > 0; --left) drop_oldest();
 }
 
-void Corpus::drop_session(const std::string& session) {
-  const std::uint64_t hash = hash_of(session);
-  const auto is_its = [&](const Document& document) { return document.session == hash; };
-  const auto evicted = dropped_.begin() + static_cast<std::ptrdiff_t>(erased_);  // these may still be in the index
-  const std::size_t before = erased_;
-  erased_ += static_cast<std::size_t>(std::stable_partition(evicted, dropped_.end(), is_its) - evicted);
-  documents_.erase_if([&](const Document& document) {
-    if (!is_its(document)) return false;
-    forget(document);
-    dropped_.insert(dropped_.begin() + static_cast<std::ptrdiff_t>(erased_++), document);
-    return true;
-  });
-  if (erased_ > before) index_.freeze(false);
+Corpus::Erasure Corpus::erasure_of(const std::string& session) const {
+  return {hash_of(session), documents_.first(), documents_.next()};
+}
+
+bool Corpus::drop_some(Erasure& erasure) {
+  const std::size_t before = erased_.size();
+  std::size_t place = documents_.place_of(erasure.next), left = kDroppedPerCall;
+  const std::size_t end = std::min(documents_.place_of(erasure.end), documents_.size());
+  if (place >= documents_.size()) place = 0;  // the documents in front have gone
+  for (; place < end && left > 0; ++place) {
+    Document& document = documents_[place];
+    --left;
+    if (document.session != erasure.session || document.erased()) continue;  // evicted ones may still be in the index
+    left -= std::min(left, kDropCost);
+    records_.erase(documents_.first() + static_cast<HashIndex::Number>(place),
+                   [&](HashIndex::Number number) { return record_of(number); });
+    if (place >= evicted_) drop(document);
+    erased_.push_back(document);
+    document = {0, 0, document.end, document.end, document.written};
+  }
+  erasure.next = documents_.first() + static_cast<HashIndex::Number>(place);
+  const bool more = place < end;
+  pass_erased();
+  if (erased_.size() > before) index_.freeze(false);
+  return more;
 }
 
 std::size_t Corpus::sweep(std::size_t budget) {
-  if (dropped_.empty() || budget == 0 || (index_.frozen() && erased_ == 0)) return 0;
+  if (swept() || budget == 0 || (index_.frozen() && !erasing())) return 0;
   const std::size_t most = (budget + kSweepCost - 1) / kSweepCost;
   const Stopwatch stopwatch;
   std::size_t done = 0;
   bool removed_some = false;
+  const bool erased = erasing();
   do {  // at least once: callers repeat the call until it returns 0, which the clock must not cause
-    Document& oldest = dropped_.front();
+    Document& oldest = erased ? erased_.front() : documents_.front();
     const std::size_t some = std::min(most - done, kSweepSome);
     const Position end = oldest.end;
     const std::size_t removed = index_.remove(oldest.begin, oldest.end, some);
@@ -111,10 +149,16 @@ std::size_t Corpus::sweep(std::size_t budget) {
     done += removed;
     if (removed == some) continue;  // the next round finds out whether anything is left of it
     dropped_tokens_ -= oldest.end - oldest.begin;
-    dropped_.pop_front();
-    if (erased_ > 0) --erased_;
+    if (erased) {
+      erased_.pop_front();
+    } else {
+      records_.erase(documents_.first(), [&](HashIndex::Number number) { return record_of(number); });
+      documents_.pop_front();
+      --evicted_;
+      pass_erased();
+    }
     ++done;  // a document without indexed positions takes time, too
-  } while (!dropped_.empty() && done < most && !stopwatch.over(kSweepTime));
+  } while ((erased ? erasing() : evicted_ > 0) && done < most && !stopwatch.over(kSweepTime));
   release(removed_some);
   return std::min(budget, done * kSweepCost);
 }
@@ -122,46 +166,48 @@ std::size_t Corpus::sweep(std::size_t budget) {
 // Gives back the memory in front of the oldest document that is still there. `removed`: positions left the index, so
 // its version has changed and they may be moved.
 void Corpus::release(bool removed) {
-  if (documents_.empty() && dropped_.empty()) return index_.clear();
-  auto front = static_cast<Position>(index_.size());
-  if (!documents_.empty()) front = documents_.front().begin;
-  for (std::size_t i = 0; i < std::min(erased_ + 1, dropped_.size()); ++i) front = std::min(front, dropped_[i].begin);
-  const Position moved = index_.release_before(front, removed);
+  if (erasing()) return;
+  if (documents_.empty()) {
+    records_ = {};
+    return index_.clear();
+  }
+  const Position moved = index_.release_before(documents_.front().begin, removed);
   if (moved == 0) return;
-  for (auto* list : {&documents_, &dropped_}) {
-    for (Document& document : *list) {
-      document.begin -= moved;
-      document.end -= moved;
-    }
+  for (Document& document : documents_) {
+    document.begin -= moved;
+    document.end -= moved;
   }
 }
 
 // Throws unless the documents lie in the text, none in another, and hold all that is indexed.
-void Corpus::restore(SnapshotReader& reader, const std::vector<Document>& documents,
-                     const std::vector<Document>& dropped) {
-  std::vector<Document> all = documents;
-  all.insert(all.end(), dropped.begin(), dropped.end());
+void Corpus::restore(SnapshotReader& reader) {
+  bool right = evicted_ <= documents_.size() && std::ranges::is_sorted(documents_, {}, &Document::begin);
+  std::vector<Document> all;
+  for (const auto* list : {&documents_, &erased_}) {
+    std::ranges::copy_if(*list, std::back_inserter(all), [](const Document& document) { return !document.erased(); });
+  }
   std::ranges::sort(all, {}, &Document::begin);
-  bool right = erased_ <= dropped.size() && std::ranges::is_sorted(documents, {}, &Document::begin);
   Position last = 0;
   std::size_t indexed = 0;
   for (const Document& document : all) {
-    right = right && document.begin >= last && document.begin <= document.end && document.end <= index_.size();
+    right = right && document.begin >= last && document.begin < document.end && document.end <= index_.size();
     if (right) indexed += index_.indexed_in(document.begin, document.end);
     last = document.end;
   }
   if (!right || indexed != index_.indexed()) reader.damaged("a document lies outside its text");
-  documents_.assign(documents.begin(), documents.end());
-  dropped_.assign(dropped.begin(), dropped.end());
-  for (const Document& document : documents) {
-    tokens_ += document.end - document.begin;
-    if (document.record != 0) records_.insert(document.record);
+  HashIndex::Number number = documents_.first();
+  for (std::size_t place = 0; place < documents_.size(); ++place, ++number) {
+    const Document& document = documents_[place];
+    (place < evicted_ ? dropped_tokens_ : tokens_) += document.end - document.begin;
+    held_ += place >= evicted_ && !document.erased();
+    records_.insert(number, documents_.first(), [&](HashIndex::Number of) { return record_of(of); });
   }
-  for (const Document& document : dropped) dropped_tokens_ += document.end - document.begin;
+  for (const Document& document : erased_) dropped_tokens_ += document.end - document.begin;
+  pass_erased();
 }
 
 std::size_t Corpus::bytes() const {
-  return index_.bytes() + documents_.bytes() + dropped_.bytes() + set_bytes(records_);
+  return index_.bytes() + documents_.bytes() + erased_.bytes() + records_.bytes();
 }
 
 std::size_t Corpus::leaving() const {

@@ -72,7 +72,7 @@ std::shared_ptr<Entry> CacheEntries::entry(const std::string& key, const std::sh
     found = std::make_shared<Entry>();
     found->key = key;
     found->tenant = tenant;
-    if (found->is(EntryKind::kGroup)) tenant->groups.insert(static_cast<Group*>(found.get()));
+    if (found->is(EntryKind::kGroup)) tenant->groups.insert(found->key);
     entries_.add(found);
     set_owner(*found, names.owner ? *names.owner : tenant->key);
     count(*found);
@@ -101,7 +101,7 @@ std::shared_ptr<Group> CacheEntries::group(Names names, const std::shared_ptr<Te
   if (!names.session) return nullptr;
   const std::string root = root_of(names);
   const auto found = family(root, tenant, names);
-  if (root != *names.session) tenant->groups.insert(found.get());
+  if (root != *names.session) tenant->groups.insert(found->key);
   return found;
 }
 
@@ -140,7 +140,7 @@ std::shared_ptr<Group> CacheEntries::find_family(const std::string& root) const 
 std::shared_ptr<Group> CacheEntries::find_family_of(Names names) const {
   const std::string root = root_of(names);
   const auto found = find_family(root);
-  if (found && root != *names.session) found->tenant->groups.insert(found.get());
+  if (found && root != *names.session) found->tenant->groups.insert(found->key);
   return found;
 }
 
@@ -332,28 +332,26 @@ void CacheEntries::drop(CacheEntry& entry) {
   leave_owner(entry);
   held_ -= entry.counted;
   entry.tenant->held -= entry.counted;
-  if (!entry.is(EntryKind::kSession)) entry.tenant->groups.erase(static_cast<Group*>(&entry));
+  if (!entry.is(EntryKind::kSession)) entry.tenant->groups.erase(entry.key);
   entry.counted = {};
   entry.gone = true;
   dispose_later(entry.take_index());
   entries_.erase(entry);
 }
 
-std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::string& key,
-                                                                 const std::string& tenant_key) {
-  ++erasures;
-  if (const auto session = find_session(key)) {
-    drop(*session);
-    session->clear();  // its running requests keep the entry itself
-  }
-  const auto tenant = tenants_.find(tenant_key);
-  if (!tenant) return {};
-  std::vector<std::shared_ptr<Group>> sharing{tenant};
-  if (const auto family = find_family(key); family && !tenant->groups.contains(family.get())) sharing.push_back(family);
-  for (const Group* group : tenant->groups) {
-    sharing.push_back(std::static_pointer_cast<Group>(entries_.find(group->key)));
-  }
-  return sharing;
+void CacheEntries::remove_session(const std::string& key) {
+  if (const auto family = find_family(key)) family->tenant->groups.insert(family->key);
+  const auto session = find_session(key);
+  if (!session) return;
+  drop(*session);
+  session->clear();  // its running requests keep the entry itself
+}
+
+std::shared_ptr<Group> CacheEntries::group_behind(const std::string& tenant, const std::string& last) const {
+  const auto found = tenants_.find(tenant);
+  if (!found) return nullptr;
+  const auto next = found->groups.upper_bound(last);
+  return next == found->groups.end() ? nullptr : std::static_pointer_cast<Group>(entries_.find(*next));
 }
 
 }  // namespace agentspec

@@ -8,7 +8,6 @@
 #include <set>
 #include <string>
 #include <string_view>
-#include <unordered_set>
 #include <vector>
 
 #include "cache/corpus.hpp"
@@ -38,12 +37,13 @@ struct HistoryWindow {
 // Holds responses of several sessions of a tenant: of those that name the group, or of a family, which is a session and
 // all sessions that descend from it. A session alone is a family too.
 struct Group : CacheEntry {
+  static constexpr std::size_t kInGroups = heap_bytes(48);  // bytes of its node in Tenant::groups
   Corpus corpus;
   std::vector<Request*> members;  // its running requests, oldest first
 
   std::size_t tokens() const override { return corpus.tokens(); }
   std::size_t bytes() const override {
-    return sizeof *this + corpus.bytes() + heap_bytes(members.capacity() * sizeof(Request*));
+    return sizeof *this + corpus.bytes() + heap_bytes(members.capacity() * sizeof(Request*)) + kInGroups;
   }
   std::size_t leaving() const override { return corpus.leaving(); }
   const SuffixIndex& index() const override { return corpus.index(); }
@@ -63,7 +63,7 @@ struct Tenant final : Group {
   Size held;               // sum over itself and its sessions and groups
   std::size_t beside = 0;  // its `counted` bytes without its texts': its own and its learned state's
   std::map<std::uint64_t, CacheEntry*> entries;  // its sessions and groups, by last use
-  std::unordered_set<Group*> groups;             // its groups that hold responses of several sessions
+  std::set<std::string_view> groups;             // keys of its groups that hold responses of several sessions
   std::uint64_t written = 0;                     // tokens of the responses that its requests finished so far
   bool followed = false;  // whether all text that waits to be indexed was said in other processes
   std::size_t left = 0;   // size of the text when a step last left some of it to the indexing thread
@@ -143,8 +143,11 @@ class CacheEntries {
   // Evicts from tenants that are over the budget of a tenant, until the work budget's time is up.
   void evict_tenants(WorkBudget& budget);
   void set_limits(const Limits& changed);
-  // Drops a session. Returns its tenant and the groups that may hold responses of it.
-  std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string& tenant_key);
+  // Drops a session, and counts its family among the groups that may hold responses of it.
+  void remove_session(const std::string& key);
+  // Returns the tenant's group with the next key, of those that may hold responses of several sessions. `last`: {} for
+  // the first. Null: there is none.
+  std::shared_ptr<Group> group_behind(const std::string& tenant, const std::string& last) const;
   // Evicts a session, and the family whose root it is, now or when none of its requests run. A request that starts in
   // it before that keeps it.
   void free_session(const std::string& key);

@@ -121,7 +121,7 @@ void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size, bool sa
     if (loaded->is(EntryKind::kFamily)) {
       auto& family = static_cast<Group&>(*loaded);
       const std::string root = entry_key(EntryKind::kSession, family.name());
-      if (family.corpus.holds_other_than(root)) family.tenant->groups.insert(&family);
+      if (family.corpus.holds_other_than(root)) family.tenant->groups.insert(family.key);
     }
     const auto text = loaded->index().text();
     const bool legal = std::ranges::none_of(text.subspan(loaded->index().released()),

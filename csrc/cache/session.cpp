@@ -16,10 +16,10 @@ std::size_t common_prefix(std::span<const Token> a, std::span<const Token> b) {
 // Returns where a context ends; nothing if its place is unknown or if more than `most_missing` of its tokens lack their
 // text.
 std::optional<Position> Session::position_of(std::uint64_t hash, std::size_t most_missing) const {
-  const auto found = places_.find(hash);
-  if (found == places_.end() || found->second == kNowhere) return std::nullopt;
-  if (most_missing < kNowhere && missing_at(found->second) > most_missing) return std::nullopt;
-  return found->second;
+  const auto* const found = places_.find(hash);
+  if (!found || found->position == kNowhere) return std::nullopt;
+  if (most_missing < kNowhere && missing_at(found->position) > most_missing) return std::nullopt;
+  return found->position;
 }
 
 // Returns whether the text at a position leads from a context to one of `length` tokens with this hash.
@@ -42,7 +42,7 @@ std::optional<Position> Session::parent_of(const Turn& turn) const {
   if (const auto at = position_of(turn.block); at && goes_on_to(block, *at, turn.kept, turn.parent)) {
     return static_cast<Position>(*at + turn.kept - block.length);
   }
-  const auto newest = std::span(documents_).last(std::min(documents_.size(), kSearched));
+  const auto newest = std::span(documents_.begin(), documents_.end()).last(std::min(documents_.size(), kSearched));
   for (auto it = newest.rbegin(); it != newest.rend(); ++it) {
     const std::size_t length = it->context.length;
     if (length < block.length || length >= turn.kept) continue;
@@ -122,8 +122,8 @@ void Session::find_parent(Turn& turn) const {
 
 // Sets the place of a context. If it has one already, which is rare, that stays unless no text is known in front of it.
 void Session::set_place(std::uint64_t hash, Position position) {
-  const auto [known, is_new] = places_.try_emplace(hash, position);
-  if (!is_new && (known->second == kNowhere || before(known->second).empty())) known->second = position;
+  Position* const known = places_.add(hash, position);
+  if (known && (*known == kNowhere || before(*known).empty())) *known = position;
 }
 
 // Begins a document for text that continues a context with the token `first`. `prefix`: where the context ends, if its
@@ -162,7 +162,7 @@ bool Session::append(const Turn& turn, std::span<const std::uint64_t> prompt_blo
     if (!prefix || prefix->position != text_.size()) {
       for (const Token token : tokens.first(known)) context.add(token);
       begin_document(prefix, context, tokens[known]);
-      if (!prefix && turn.kept % kBlock != 0) places_.try_emplace(turn.block, kNowhere);
+      if (!prefix && turn.kept % kBlock != 0) places_.add(turn.block, kNowhere);
     }
     const std::size_t begin = text_.size() - known;  // where the turn's tokens would begin if all were appended here
     text_.append(tokens.subspan(known));
@@ -173,13 +173,13 @@ bool Session::append(const Turn& turn, std::span<const std::uint64_t> prompt_blo
     end = static_cast<Position>(text_.size());
   }
   set_place(newest_.value, end);
-  if (turn.record != 0) records_[turn.record] = end;
+  if (turn.record != 0) records_.add(turn.record, end);
   return is_new;
 }
 
 bool Session::holds_all_of(const Session& other) const {
   if (tokens() < other.tokens()) return false;
-  return std::ranges::all_of(other.records_, [&](const auto& record) { return holds(record.first); });
+  return std::ranges::all_of(other.records_, [&](const auto& record) { return holds(record.hash); });
 }
 
 SuffixIndex Session::take_over(Session& from) {
@@ -203,7 +203,7 @@ SuffixIndex Session::trim(std::size_t tokens) {
   const auto cut = static_cast<Position>(text_.size() - tokens);
   SuffixIndex whole = text_.replace({});
   const std::span<const Token> old = whole.text();
-  const std::vector<Document> documents = std::exchange(documents_, {});
+  const Buffer<Document> documents = std::exchange(documents_, {});
   Position first = kNowhere;  // the first position that stays as the text of a turn
   for (std::size_t i = 0; i < documents.size(); ++i) {
     const bool last = i + 1 == documents.size();
@@ -226,48 +226,35 @@ SuffixIndex Session::trim(std::size_t tokens) {
     document.begin -= cut;
     documents_.push_back(document);
   }
-  const auto move = [&](Positions& map, Position least) {
-    for (auto it = map.begin(); it != map.end();) {
-      if (it->second == kNowhere || it->second < least) {
-        it = map.erase(it);
-      } else {
-        it++->second -= cut;
-      }
-    }
-  };
-  move(places_, first);
-  move(records_, first == kNowhere ? kNowhere : first + 1);
+  places_ = places_.rest([&](Position at) { return at != kNowhere && at >= first; }, cut);
+  records_ = records_.rest([&](Position at) { return at > first; }, cut);
   return whole;
 }
 
 std::size_t Session::bytes() const {
-  return sizeof *this + text_.bytes() + heap_bytes(documents_.capacity() * sizeof(Document)) + set_bytes(places_) +
-         set_bytes(records_) + (family.capacity() > 15 ? heap_bytes(family.capacity() + 1) : 0);
-}
-
-void Session::restore(SnapshotReader& reader, std::span<const Entry> entries, Positions& map) {
-  map.reserve(entries.size());
-  for (const auto& [hash, position] : entries) {
-    const bool right = position <= text_.size() || (position == kNowhere && &map == &places_);
-    if (!right || !map.emplace(hash, static_cast<Position>(position)).second) reader.damaged("a turn's place");
-  }
+  return sizeof *this + text_.bytes() + documents_.bytes() + places_.bytes() + records_.bytes() +
+         (family.capacity() > 15 ? heap_bytes(family.capacity() + 1) : 0);
 }
 
 // Throws unless the documents cover the text in order and the places lie in them.
-void Session::check(SnapshotReader& reader) const {
-  bool right = documents_.empty() == (text_.size() == 0);
+void Session::restore(SnapshotReader& reader) {
+  const auto known = [&](Position at) { return at <= text_.size() || at == kNowhere; };
+  places_ = places_.rest(known, 0);  // a place may have got one in newer text, while it was saved
+  bool right = documents_.empty() == (text_.size() == 0) && documents_.released() == 0;
   Position last = 0;
-  for (const Document& document : documents_) {
-    right = right && document.start >= last && document.begin >= document.start && document.begin < text_.size() &&
-            (document.parent == kNowhere || (document.parent <= document.start && !(&document == &documents_[0])));
+  for (std::size_t i = 0; right && i < documents_.size(); ++i) {
+    const Document& document = documents_[i];
+    right = document.start >= last && document.begin >= document.start && document.begin < text_.size() &&
+            (document.parent == kNowhere || (document.parent <= document.start && i > 0));
     last = document.begin + 1;
   }
   const auto in_document = [&](Position position) {
-    return position == kNowhere || (!documents_.empty() && position >= documents_.front().begin);
+    return position == kNowhere || (!documents_.empty() && position >= documents_[0].begin);
   };
-  for (const Document& document : documents_) right = right && in_document(document.parent);
-  for (const auto& [hash, position] : places_) right = right && in_document(position);
-  for (const auto& [record, position] : records_) right = right && in_document(position);
+  right = right && std::ranges::all_of(documents_, in_document, &Document::parent) &&
+          std::ranges::all_of(places_, in_document, &PositionMap::Entry::position) &&
+          std::ranges::all_of(records_, in_document, &PositionMap::Entry::position) &&
+          std::ranges::all_of(records_, [&](const auto& record) { return record.position <= text_.size(); });
   if (!right) reader.damaged("a session's turns");
 }
 

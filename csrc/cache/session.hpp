@@ -5,12 +5,13 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "cache/context_hash.hpp"
 #include "cache/entry.hpp"
+#include "cache/position_map.hpp"
+#include "storage/buffer.hpp"
 #include "storage/snapshot.hpp"
 
 namespace agentspec {
@@ -77,16 +78,12 @@ class Session final : public CacheEntry {
   void describe(Archive& archive) {
     archive.string(family);
     text_.describe(archive);
-    archive.vector(documents_);
+    archive.array(documents_, true);
     archive.number(newest_.value);
     archive.number(newest_.length);
-    for (auto* map : {&places_, &records_}) {
-      std::vector<Entry> entries;
-      for (const auto& [hash, position] : *map) entries.push_back({hash, position});
-      archive.vector(entries);
-      if constexpr (Archive::kLoading) restore(archive, entries, *map);
-    }
-    if constexpr (Archive::kLoading) check(archive);
+    places_.describe(archive);
+    records_.describe(archive);
+    if constexpr (Archive::kLoading) restore(archive);
   }
 
  private:
@@ -97,10 +94,6 @@ class Session final : public CacheEntry {
     Position parent;        // where that context ends; kNowhere: its end isn't here
     Position start, begin;  // of its boundary, and of the text that is its own
     std::uint32_t missing;  // tokens at the beginning of the context whose text isn't here
-  };
-  using Positions = std::unordered_map<std::uint64_t, Position>;
-  struct Entry {  // of such a map, in a snapshot
-    std::uint64_t hash, position;
   };
 
   std::optional<Position> position_of(std::uint64_t hash, std::size_t most_missing = kNowhere) const;
@@ -113,16 +106,15 @@ class Session final : public CacheEntry {
   std::span<const Token> before(Position position) const;
   void begin_document(const std::optional<Prefix>& prefix, ContextHash context, Token first);
   void set_place(std::uint64_t hash, Position position);
-  void restore(SnapshotReader& reader, std::span<const Entry> entries, Positions& map);
-  void check(SnapshotReader& reader) const;
+  void restore(SnapshotReader& reader);
 
   SuffixIndex text_;
-  std::vector<Document> documents_;  // in the order of their text
+  Buffer<Document> documents_;  // in the order of their text
   // Ends of contexts, by hash: at block boundaries, behind the first token of each document, and at turns' ends.
   // kNowhere stands for a boundary whose text isn't here although text behind it in its block is.
-  Positions places_;
-  Positions records_;                // ends of the turns that came from or went to the store
-  ContextHash newest_;               // context of the turn that was appended last
+  PositionMap places_;
+  PositionMap records_;  // ends of the turns that came from or went to the store
+  ContextHash newest_;   // context of the turn that was appended last
 };
 
 }  // namespace agentspec

@@ -36,7 +36,7 @@ void SuffixIndex::append(std::span<const Token> tokens, bool findable) {
   std::copy(tokens.begin(), tokens.end(), text_.data() + kPad + begin);
   if (!findable) return;
   const auto end = static_cast<Position>(size());
-  if (!pending_.empty() && pending_.back().end == begin) {
+  if (!pending_.empty() && pending_.back().end == begin && !frozen_) {
     pending_.back().end = end;
   } else {
     pending_.push_back({begin, end});
@@ -348,21 +348,20 @@ std::size_t SuffixIndex::indexed_in(Position begin, Position end) const {
 }
 
 // Throws unless the loaded parts fit together: the tree holds each marked position once, and no pending one.
-void SuffixIndex::restore(SnapshotReader& reader, std::span<const Range> pending) {
+void SuffixIndex::restore(SnapshotReader& reader) {
   bool right = text_.empty() ? released_ == 0 : text_.size() >= kPad && released_ <= size();
   right = right && text_.released() <= released_ && marks_.released() <= released_ / kMarks && size() < kLargest;
   for (std::size_t k = 0; right && !text_.empty() && k < kPad; ++k) right = text_[released_ + k] == kBoundary;
   if (!right || marks_.size() > size() / kMarks + 1) reader.damaged("text");
   const auto end = static_cast<Position>(size());
   Position last = released_;
-  for (const Range& range : pending) {
+  for (const Range& range : pending_) {
     right = right && range.begin >= last && range.begin < range.end && range.end <= end;
     right = right && indexed_in(range.begin, range.end) == 0;
     last = range.end;
     if (right) pending_count_ += range.end - range.begin;
   }
   if (!right) reader.damaged("positions to be indexed");
-  pending_.assign(pending.begin(), pending.end());
   const auto marked = static_cast<Position>(std::min(marks_.size() * kMarks, kLargest));  // bits, also behind the text
   const std::size_t indexed = indexed_in(released_, end);
   if (indexed != sorted_.tree().size() || indexed_in(end, marked) > 0) reader.damaged("marks of positions");

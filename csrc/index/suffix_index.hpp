@@ -116,9 +116,8 @@ class SuffixIndex {
     archive.array(text_, true);
     archive.array(marks_, true);
     sorted_.tree().describe(archive);
-    std::vector<Range> pending(pending_.begin(), pending_.end());
-    archive.vector(pending);
-    if constexpr (Archive::kLoading) restore(archive, pending);
+    pending_.describe(archive);
+    if constexpr (Archive::kLoading) restore(archive);
   }
 
  private:
@@ -143,7 +142,7 @@ class SuffixIndex {
   void forget_pending(Position begin, Position end);
   void list(const Extent& extent, std::size_t length, Match& match) const;
   void rebase(Position by);
-  void restore(SnapshotReader& reader, std::span<const Range> pending);
+  void restore(SnapshotReader& reader);
 
   Buffer<Token> text_;           // kPad boundaries, then the log
   Buffer<std::uint64_t> marks_;  // one bit for each position: 1 if it is indexed

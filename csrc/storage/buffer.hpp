@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <type_traits>
 #include <utility>
@@ -18,13 +19,6 @@ namespace agentspec {
 // Returns the bytes that the heap takes for a block of `bytes`, with header and rounding (glibc, 64 bits).
 inline constexpr std::size_t heap_bytes(std::size_t bytes) {
   return bytes == 0 ? 0 : std::max<std::size_t>(32, (bytes + 8 + 15) / 16 * 16);
-}
-
-// Returns the bytes that the heap takes for an unordered set or map: a node for each element, and the buckets.
-template <class Set>
-std::size_t set_bytes(const Set& set) {
-  return set.empty() ? 0 : set.size() * heap_bytes(sizeof(void*) + sizeof(typename Set::value_type)) +
-                               heap_bytes(set.bucket_count() * sizeof(void*));
 }
 
 // Holds a growing array of plain data, whose new elements are uninitialised.
@@ -45,10 +39,23 @@ class Buffer {
     return *this;
   }
 
+  // Makes an array of zeros. Those of a large one take memory when they are written, not before.
+  static Buffer zeroed(std::size_t size) {
+    Buffer made;
+    made.reserve(size);
+    if (!made.mapped_) std::memset(static_cast<void*>(made.data_), 0, size * sizeof(T));
+    made.size_ = made.touched_ = size;
+    return made;
+  }
+
   T* data() { return data_; }
   const T* data() const { return data_; }
   std::size_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
+  T* begin() { return data_; }
+  T* end() { return data_ + size_; }
+  const T* begin() const { return data_; }
+  const T* end() const { return data_ + size_; }
   T& operator[](std::size_t i) { return data_[i]; }
   const T& operator[](std::size_t i) const { return data_[i]; }
 
@@ -70,6 +77,12 @@ class Buffer {
       if (mapped_) populate(touched_ * sizeof(T), size * sizeof(T));
       touched_ = size;
     }
+  }
+
+  void push_back(const T& item) {
+    const T copy = item;  // it may be one of this array
+    resize(size_ + 1);
+    data_[size_ - 1] = copy;
   }
 
   // Frees the memory of the first `count` elements, which must not be used again. Positions stay the same. Does nothing

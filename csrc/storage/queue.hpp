@@ -1,69 +1,88 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
-#include <utility>
-#include <vector>
+#include <cstdint>
 
 #include "storage/buffer.hpp"
+#include "storage/hash_index.hpp"
+#include "storage/snapshot.hpp"
 
 namespace agentspec {
 
 // Holds a queue of plain data in one array. Empty queues hold no memory, because there may be many thousands of them.
+//
+// Each item has a number, which stays the same for as long as nothing is inserted or erased in front of it. Numbers wrap
+// around.
 template <class T>
 class Queue {
  public:
-  using iterator = typename std::vector<T>::iterator;
+  using Number = HashIndex::Number;
 
-  iterator begin() { return items_.begin() + static_cast<std::ptrdiff_t>(head_); }
-  iterator end() { return items_.end(); }
-  auto begin() const { return items_.begin() + static_cast<std::ptrdiff_t>(head_); }
-  auto end() const { return items_.end(); }
+  T* begin() { return items_.begin() + head_; }
+  T* end() { return items_.end(); }
+  const T* begin() const { return items_.begin() + head_; }
+  const T* end() const { return items_.end(); }
   std::size_t size() const { return items_.size() - head_; }
   bool empty() const { return size() == 0; }
-  T& front() { return items_[head_]; }
-  const T& front() const { return items_[head_]; }
-  T& back() { return items_.back(); }
-  T& operator[](std::size_t i) { return items_[head_ + i]; }
-  const T& operator[](std::size_t i) const { return items_[head_ + i]; }
-  std::size_t bytes() const { return heap_bytes(items_.capacity() * sizeof(T)); }
+  T& front() { return *begin(); }
+  const T& front() const { return *begin(); }
+  T& back() { return end()[-1]; }
+  T& operator[](std::size_t i) { return begin()[i]; }
+  const T& operator[](std::size_t i) const { return begin()[i]; }
+  std::size_t bytes() const { return items_.bytes(); }
 
-  void push_back(T item) { items_.push_back(std::move(item)); }
+  Number first() const { return base_ + static_cast<Number>(head_); }  // number of the front item
+  Number next() const { return base_ + static_cast<Number>(items_.size()); }  // of the item that is pushed next
+  // Returns the place of an item. If that is gone, the place is not less than size().
+  std::size_t place_of(Number number) const { return static_cast<Number>(number - first()); }
+
+  void push_back(const T& item) { items_.push_back(item); }
   void pop_front() {
     ++head_;
-    if (empty()) {
-      clear();
-    } else if (head_ >= kMostWaste && 2 * head_ >= items_.size()) {
-      items_.erase(items_.begin(), begin());
-      head_ = 0;
-    }
-  }
-  iterator insert(iterator at, T item) { return items_.insert(at, std::move(item)); }
-  // Erases one item. Returns the iterator of the next one, or end().
-  iterator erase(iterator at) { return items_.erase(at); }
-  template <class Condition>
-  void erase_if(Condition condition) {
-    std::size_t kept = head_;
-    for (std::size_t i = head_; i < items_.size(); ++i) {
-      if (!condition(items_[i])) items_[kept++] = items_[i];
-    }
-    items_.resize(kept);
-    if (empty()) clear();
-  }
-  template <class Iterator>
-  void assign(Iterator begin, Iterator end) {
-    items_.assign(begin, end);
+    if (empty()) return clear();
+    items_.release_front(head_);
+    if (items_.mapped() || head_ < kMostWaste || 2 * head_ < items_.size()) return;
+    base_ = first();
+    std::copy(begin(), end(), items_.begin());
+    items_.resize(size());
     head_ = 0;
+  }
+  T* insert(T* at, const T& item) {
+    const std::size_t place = static_cast<std::size_t>(at - items_.begin());
+    items_.push_back(item);
+    std::rotate(items_.begin() + place, end() - 1, end());
+    return items_.begin() + place;
+  }
+  // Erases one item. Returns the place of the next one, or end().
+  T* erase(T* at) {
+    std::copy(at + 1, end(), at);
+    const std::size_t place = static_cast<std::size_t>(at - items_.begin());
+    items_.resize(items_.size() - 1);
+    return items_.begin() + place;
   }
   void clear() {
-    std::vector<T>().swap(items_);
+    base_ = next();
+    items_ = {};
     head_ = 0;
+  }
+
+  // More may be pushed, but nothing removed, until a deferred queue is saved.
+  template <class Archive>
+  void describe(Archive& archive) {
+    archive.number(head_);
+    archive.array(items_, true);
+    if constexpr (Archive::kLoading) {
+      if (head_ > items_.size() || items_.released() > head_) archive.damaged("a queue");
+    }
   }
 
  private:
   static constexpr std::size_t kMostWaste = 64;  // fewest removed items in front that are worth moving the others
 
-  std::vector<T> items_;
-  std::size_t head_ = 0;
+  Buffer<T> items_;
+  std::size_t head_ = 0;  // items in front that are gone
+  Number base_ = 0;       // number of items_[0]
 };
 
 }  // namespace agentspec

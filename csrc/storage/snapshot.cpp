@@ -19,7 +19,7 @@ namespace {
 
 struct Header {
   std::array<char, 8> magic{'A', 'G', 'S', 'P', 'S', 'N', 'A', 'P'};
-  std::uint32_t version = 9, byte_order = 0x01020304;
+  std::uint32_t version = 10, byte_order = 0x01020304;
   std::uint64_t size = 0;      // of the file, in bytes
   std::uint64_t contents = 0;  // checksum of everything behind the header
   std::uint64_t reserved[3]{};

@@ -19,12 +19,13 @@ Words = NDArray[np.uint64]
 class Turns:
     """Hold the words of a session's turns. A document: hash, length, parent and start, begin and missing tokens.
 
-    A place or record: hash and position. The newest context is between the documents and the places.
+    A place or record: hash and position. The newest context is between the documents and the places. In front of the
+    documents, places and records is how many they are, and that all have memory.
     """
 
     def __init__(self, words: Words) -> None:
-        first = np.array([2, 0, 0, NOWHERE, 0], np.uint64)
-        (self._begin,) = (at for at in range(len(words) - 5) if (words[at : at + 5] == first).all())
+        first = np.array([2, 0, 0, 0, NOWHERE, 0], np.uint64)
+        (self._begin,) = (at for at in range(len(words) - 6) if (words[at : at + 6] == first).all())
         at, self._words = self._begin, words
         self.documents, at = self._rows(at, 4)
         self.newest, at = words[at : at + 2], at + 2
@@ -32,14 +33,14 @@ class Turns:
         self.records, self._end = self._rows(at, 2)
 
     def _rows(self, at: int, width: int) -> tuple[Words, int]:
-        end = at + 1 + width * int(self._words[at])
-        return self._words[at + 1 : end].reshape(-1, width).copy(), end
+        end = at + 2 + width * int(self._words[at])
+        return self._words[at + 2 : end].reshape(-1, width).copy(), end
 
     def forged(self) -> bytes:
         """Return the snapshot with these turns and right checksums."""
         parts: list[Words] = [self._words[: self._begin]]
         for rows in (self.documents, self.newest, self.places, self.records):
-            parts += [rows.ravel()] if rows is self.newest else [np.array([len(rows)], np.uint64), rows.ravel()]
+            parts += [rows.ravel()] if rows is self.newest else [np.array([len(rows), 0], np.uint64), rows.ravel()]
         return seal(bytearray(np.concatenate([*parts, self._words[self._end :]]).tobytes()))
 
     def set_document(self, number: int, *, parent: int, start: int, begin: int) -> None:
@@ -65,8 +66,12 @@ def no_documents(turns: Turns) -> None:
     turns.forget_places()
 
 
-def a_place_behind_the_text(turns: Turns) -> None:
-    turns.places[0, 1] = 10_000
+def a_record_behind_the_text(turns: Turns) -> None:
+    turns.records[0, 1] = 10_000
+
+
+def a_place_twice(turns: Turns) -> None:
+    turns.places[1] = turns.places[0]
 
 
 def a_record_nowhere(turns: Turns) -> None:
@@ -108,8 +113,9 @@ def document(number: int, *, parent: int = NOWHERE, start: int, begin: int) -> C
         (a_parent_in_front, "a session's turns"),
         (a_place_in_front, "a session's turns"),
         (a_record_in_front, "a session's turns"),
-        (a_place_behind_the_text, "a turn's place"),
-        (a_record_nowhere, "a turn's place"),
+        (a_record_behind_the_text, "a session's turns"),
+        (a_record_nowhere, "a session's turns"),
+        (a_place_twice, "a turn's place"),
     ],
 )
 def test_turns_that_do_not_fit_their_text_are_refused(saved: Path, forge: Callable[[Turns], None], fault: str) -> None:
@@ -120,6 +126,15 @@ def test_turns_that_do_not_fit_their_text_are_refused(saved: Path, forge: Callab
     saved.write_bytes(turns.forged())
     with pytest.raises(SnapshotError, match=fault):
         SuffixCache.load(saved, vocab_size=VOCABULARY)
+
+
+def test_a_place_in_text_that_came_while_the_session_was_saved_is_left_out(saved: Path) -> None:
+    turns = Turns(np.frombuffer(saved.read_bytes(), np.uint64))
+    places = len(turns.places)
+    turns.places[-1, 1] = 10_000
+    saved.write_bytes(turns.forged())
+    SuffixCache.load(saved, vocab_size=VOCABULARY).save(saved)
+    assert len(Turns(np.frombuffer(saved.read_bytes(), np.uint64)).places) == places - 1
 
 
 def text_of(path: Path) -> tuple[Words, int]:
@@ -157,11 +172,11 @@ def test_a_number_that_its_type_cannot_hold_is_refused(saved: Path) -> None:
 
 
 def test_a_list_so_long_that_its_bytes_cannot_be_counted_is_refused(saved: Path) -> None:
-    data, two = bytearray(saved.read_bytes()), np.array([2, 0, 0, NOWHERE, 0], np.uint64).tobytes()
+    data, two = bytearray(saved.read_bytes()), np.array([2, 0, 0, 0, NOWHERE, 0], np.uint64).tobytes()
     at = data.index(two)
     data[at : at + 8] = (2**59 + 2).to_bytes(8, "little")  # times 32, modulo 2 ** 64, this is the true length
     saved.write_bytes(seal(data))
-    with pytest.raises(SnapshotError, match="ends early"):
+    with pytest.raises(SnapshotError, match="length of an array"):
         SuffixCache.load(saved, vocab_size=VOCABULARY)
 
 

@@ -144,19 +144,23 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
 
 
 # Of three documents of 80, 81 and 82 tokens, as words of the snapshot: a session, a record, a range, and when it was
-# written. In front is their number. The number of dropped ones and that of the erased among them follow.
-DOCUMENTS = [3, *(0, 0, 80 << 32, 0), *(0, 0, 161 << 32 | 80, 0), *(0, 0, 243 << 32 | 161, 0), 0, 0]
+# written. In front is how many of them were evicted, how many are gone, their number, and how many have no memory. The
+# last three of these follow for the erased ones.
+DOCUMENTS = [*(0, 0, 3, 0), *(0, 0, 80 << 32, 0), *(0, 0, 161 << 32 | 80, 0), *(0, 0, 243 << 32 | 161, 0), 0, 0, 0]
+FIRST, SECOND, THIRD = DOCUMENTS[4:8], DOCUMENTS[8:12], DOCUMENTS[12:16]
 
 
 @pytest.mark.parametrize(
     "forged",
     [
-        [*DOCUMENTS[:-1], 1],  # more erased ones than dropped ones
-        [3, *DOCUMENTS[5:9], *DOCUMENTS[1:5], *DOCUMENTS[9:]],  # not in their order
-        [3, 0, 0, 83 << 32, *DOCUMENTS[4:]],  # the first ends within the second, whose end is not indexed
-        [4, *DOCUMENTS[1:13], 0, 0, 240 << 32 | 243, 0, 0, 0],  # one ends before it begins
-        [*DOCUMENTS[:11], 250 << 32 | 161, *DOCUMENTS[12:]],  # the last one ends behind the text
-        [2, *DOCUMENTS[1:9], 0, 0],  # the text goes on behind the last one
+        [4, *DOCUMENTS[1:]],  # more are evicted than there are
+        [0, 0, 3, 0, *SECOND, *FIRST, *THIRD, 0, 0, 0],  # not in their order
+        [0, 0, 3, 0, 0, 0, 83 << 32, 0, *DOCUMENTS[8:]],  # the first ends in the second, whose end is not indexed
+        [0, 0, 4, 0, *FIRST, *SECOND, *THIRD, 0, 0, 240 << 32 | 243, 0, 0, 0, 0],  # one ends before it begins
+        [*DOCUMENTS[:14], 250 << 32 | 161, 0, 0, 0, 0],  # the last one ends behind the text
+        [0, 0, 2, 0, *FIRST, *SECOND, 0, 0, 0],  # the text goes on behind the last one
+        [*DOCUMENTS[:16], 0, 1, 0, *SECOND],  # one is erased and there, too
+        [0, 1, *DOCUMENTS[2:]],  # the first one is gone, but not its text
     ],
 )
 def test_documents_that_do_not_fit_their_text_are_refused(forged: list[int], tmp_path: Path) -> None:

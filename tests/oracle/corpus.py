@@ -59,12 +59,16 @@ class Corpus:
             self.drop_oldest()
 
     def drop_session(self, session: Key) -> None:
-        """Drop a session's documents. They are swept before those that are merely old."""
-        erased = [document for document in self.documents if document.session == session]
-        for document in erased:
+        """Drop a session's documents and remove them from the index, also those that were dropped before."""
+        held = [document for document in self.documents if document.session == session]
+        dropped = [document for document in self.dropped if document.session == session]
+        for document in held:
             self.documents.remove(document)
             self.tokens -= document.end - document.begin
-        self.dropped.extendleft(reversed(erased))
+        for document in dropped:
+            self.dropped.remove(document)
+        for document in (*dropped, *held):
+            self.index.remove(document.begin, document.end, document.end - document.begin)
 
     def advance(self, budget: int) -> int:
         return self.index.advance(budget)

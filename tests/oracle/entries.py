@@ -18,7 +18,6 @@ from tests.oracle.scoring import Learned
 GENERATIONS = 16  # ancestors of a session that are searched for its family's root
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
 ENTRY_WEIGHT = 64  # tokens that a session or group weighs on top of its own
-EVERYTHING = 1 << 62
 NO_LIMIT = Budget()
 
 TENANT_BITS, SESSION_BITS = 18, 14  # log2 of the reranker's slots
@@ -208,8 +207,6 @@ class CacheEntries:
         groups = [held for held in groups if held.of_several or held.key[::2] == ("family", name)]
         for corpus in (of_tenant.corpus, *(group.corpus for group in groups)):
             corpus.drop_session(key)
-            while corpus.dropped:
-                corpus.sweep(EVERYTHING)
         for group in groups:
             self.forget_if_empty(group)
 
