@@ -311,7 +311,12 @@ def _function(option: str, name: str) -> Callable[..., Any]:
     try:
         found = operator.attrgetter(function)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"{option} {name}: {error}") from None
+        remedy = ""
+        if isinstance(error, ModuleNotFoundError) and module.endswith(".py"):
+            remedy = f"; leave .py out: {module.removesuffix('.py')}:{function}"
+        elif isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            remedy = "; modules are looked for in the working directory and in PYTHONPATH"
+        raise ConfigurationError(f"{option} {name}: {error}{remedy}") from None
     except Exception as error:  # the module is the user's
         raise ConfigurationError(f"{option} {name}: {type(error).__name__}: {error}") from error
     except SystemExit as error:

@@ -29,6 +29,7 @@ _UNKNOWN = re.compile("unknown|unrecogni[sz]ed|unexpected|unsupported|extra|not 
 _OUR_FIELD = re.compile(r"\b(session_id|vllm_xargs)\b")
 _THOUGHTS = re.compile(rf"\b({'|'.join(THOUGHTS)})\b")
 _TOO_LONG = re.compile("context.?length|context window|max_model_len|tokens is too large", re.IGNORECASE)
+_ROUTES = ("/chat/completions", "/completions", "/responses", "/messages")
 _BROKEN = frozenset({"ReadError", "RemoteProtocolError"})
 """Names of the HTTP client's errors after it has connected; names, because it is httpx or httpx2."""
 
@@ -119,8 +120,8 @@ def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[N
         )
         raise
     except openai.NotFoundError as error:
-        if connection.base_url.path in ("", "/"):  # no server reads a model's name there, so the address is wrong
-            error.add_note(f"agentspec: most servers answer below /v1: give {_address_of(connection)}/v1 as base_url")
+        if remedy := _remedy_of_address(_address_of(connection), connection.base_url.path):
+            error.add_note(f"agentspec: {remedy}")
         raise
     except openai.APIStatusError as error:
         if error.status_code in (400, 422) and _UNKNOWN.search(str(error)):
@@ -151,6 +152,16 @@ def _openai_errors() -> Iterator[None]:
         kind = openai.APITimeoutError if isinstance(error, httpx.TimeoutException) else openai.APIConnectionError
         request: Any = error.request  # of HTTPX, which such a client uses
         raise kind(request=request) from error
+
+
+def _remedy_of_address(address: str, path: str) -> str | None:
+    """Return what to do about an address below which nothing is found; None if the address is not at fault."""
+    if path in ("", "/"):  # no server reads a model's name there
+        return f"most servers answer below /v1: give {address}/v1 as base_url"
+    for route in _ROUTES:
+        if address.endswith(route):
+            return f"the address of a route is no base_url: give {address.removesuffix(route)}"
+    return None
 
 
 def _address_of(connection: openai.OpenAI | openai.AsyncOpenAI) -> str:

@@ -5,7 +5,10 @@ such sample. The next run removes a line that was cut off, and then samples and 
 """
 
 import errno
+import io
+import itertools
 import json
+import logging
 import os
 import stat
 import weakref
@@ -16,6 +19,8 @@ from typing import Any, Self
 from agentspec.errors import InvalidInputError
 from agentspec.files import replacing
 from agentspec.rollout.samples import Key, Sample, as_text, line_of, may_be_cut_off, parse_sample
+
+logger = logging.getLogger(__name__)
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _TRIES = 10
@@ -84,6 +89,7 @@ class Journal:
         """Append a sample. Raises InvalidInputError if the file holds it, OSError if it cannot be written."""
         if sample.key in self._rewards:
             raise InvalidInputError(f"{self.path}: holds {tuple(sample.key)} already")
+        self._keep_its_name()
         line = line_of(sample)
         written = 0
         try:
@@ -103,21 +109,38 @@ class Journal:
 
         Raises OSError if they cannot be written, as on a full disk; then the file is unchanged.
         """
-        try:
-            new = self._put_in_place(samples)
-        except OSError as error:
-            why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
-            raise OSError(error.errno, f"{why}; the rewards were not written", str(self.path)) from error
-        self.close()
-        self._file = new
+        self._keep_its_name()
+        self._put_in_place(self.path, samples, "the rewards were not written")
         for sample in samples.values():
             self._note(sample)
 
-    def _put_in_place(self, samples: Mapping[Key, Sample]) -> int:
-        """Replace the file by a new one, in which these samples replace those of their keys. Return its descriptor."""
+    def _keep_its_name(self) -> None:
+        """Write all samples under a name again if the file was removed or renamed, or another one has its name."""
+        if self._is_at_path():
+            return
+        names = (self.path.with_suffix(f".{number}{self.path.suffix}") for number in itertools.count(1))
+        path = next(path for path in itertools.chain([self.path], names) if not os.path.lexists(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._put_in_place(path, {}, "it was removed or renamed, and its samples were not written again")
+        what = "was replaced by another file" if path != self.path else "was removed or renamed"
+        message = "agentspec: %s %s while the rollout wrote it; all its samples are in %s now, and the rollout goes on"
+        logger.warning(message, self.path, what, path)
+        self.path = path
+
+    def _put_in_place(self, path: Path, samples: Mapping[Key, Sample], otherwise: str) -> None:
+        """Go on in a new file, in which these samples replace those of their keys. otherwise: what an OSError means."""
+        try:
+            file = self._rewritten(path, samples)
+        except OSError as error:
+            why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
+            raise OSError(error.errno, f"{why}; {otherwise}", str(path)) from error
+        self.close()
+        self._file = file
+
+    def _rewritten(self, path: Path, samples: Mapping[Key, Sample]) -> int:
         file = -1
         try:
-            with replacing(self.path, sync=True) as part:
+            with replacing(path, sync=True) as part:
                 file = os.open(part, _FLAGS | os.O_TRUNC, 0o600)
                 _lock(file)  # before it gets the name by which other processes open it
                 os.fchmod(file, stat.S_IMODE(os.fstat(self._file).st_mode))
@@ -208,7 +231,8 @@ class Journal:
 
     def _read(self, end: int | None = None) -> Iterator[Sample]:
         """Yield the samples of the file's first ``end`` bytes; None: of all."""
-        with self.path.open("rb") as lines:
+        file = os.dup(self._file) if self._file >= 0 else os.open(self.path, os.O_RDONLY)
+        with io.BufferedReader(_Lines(file)) as lines:
             for number, line in enumerate(lines, 1):
                 if end is not None:
                     end -= len(line)
@@ -248,6 +272,26 @@ class Journal:
             self._check_is_new(sample, "its last line")
             os.write(self._file, b"\n")
             self._note(sample)
+
+
+class _Lines(io.RawIOBase):
+    """Read an open file from its beginning, whatever name it has by now. Close the descriptor at the end."""
+
+    def __init__(self, file: int) -> None:
+        self._file, self._at = file, 0
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._file)
+        super().close()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        read = os.preadv(self._file, [buffer], self._at)
+        self._at += read
+        return read
 
 
 def _lock(file: int) -> None:

@@ -64,7 +64,7 @@ def read_problems(path: Path) -> list[Problem]:
     Raises InvalidInputError that names the line and the field.
     """
     if not (path.is_file() or path.is_fifo()):  # a shell's <(head problems.jsonl) is a pipe
-        what = "is a folder" if path.is_dir() else "no such file"
+        what = "is a folder" if path.is_dir() else "is a device" if path.exists() else "no such file"
         raise InvalidInputError(f"{path}: {what}; give a file of problems, .jsonl or .parquet")
     problems: dict[str, Problem] = {}
     for place, row in _parquet_rows(path) if path.suffix.lower() == ".parquet" else _json_rows(path):

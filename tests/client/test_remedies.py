@@ -74,6 +74,13 @@ async def test_an_address_without_its_path_is_completed(server: FakeServer) -> N
     assert await notes_of_calls(root) == 4 * [[note]]
 
 
+@pytest.mark.parametrize("route", ["/chat/completions", "/responses", "/completions"])
+async def test_an_address_with_a_route_is_cut(server: FakeServer, route: str) -> None:
+    server.failures[:] = 4 * [404]
+    note = f"agentspec: the address of a route is no base_url: give {server.url}"
+    assert await notes_of_calls(server.url + route) == 4 * [[note]]
+
+
 async def test_a_refused_key_names_option_and_variable(server: FakeServer) -> None:
     server.failures[:] = 4 * [401]
     note = f"agentspec: give the key of {server.url} as api_key, or in the variable OPENAI_API_KEY"

@@ -202,6 +202,8 @@ def test_a_file_that_cannot_hold_samples_is_named(
         (("--max-tokens", "99999999999999999999"), "max_tokens: at most 2,147,483,647 expected"),
         (("--reward-timeout", "nan", "--reward", "builtins:max"), "--reward-timeout nan: seconds above 0 expected"),
         (("--reward-timeout", "5"), "--reward-timeout has no effect without --reward"),
+        (("--reward", "rewards.py:score"), "leave .py out: rewards:score"),
+        (("--reward", "no_such:score"), "No module named 'no_such'; modules are looked for in the working directory"),
         (("--reward", "builtins:int.no_such"), "--reward builtins:int.no_such: type object 'int' has no attribute"),
         *(((name, "0"), f"Invalid value for '{name}'") for name in ("--ray", "--samples", "--epochs", "--max-tokens")),
     ],

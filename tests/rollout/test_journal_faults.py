@@ -235,3 +235,39 @@ def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest
             journal.write(sample(1))
         assert (error.value.filename, error.value.errno) == (str(path), errno.EDQUOT)
         assert path.read_bytes() == b"" and len(journal) == 0
+
+
+def test_a_file_that_is_removed_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "folder" / "rollouts.jsonl"
+    with Journal(path) as journal:
+        journal.write(sample(0))
+        path.unlink()
+        path.parent.rmdir()
+        journal.write(sample(1))
+        assert [found.sample for found in journal.samples()] == [0, 1]
+        assert journal.path == path
+        with pytest.raises(AgentSpecError, match="another rollout writes it"):
+            Journal(path)
+    with Journal(path) as journal:
+        assert len(journal) == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"agentspec: {path} was removed or renamed while the rollout wrote it; all its samples are in {path} now, and "
+        "the rollout goes on"
+    ]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_file_whose_name_another_one_has_goes_on_under_a_new_name(tmp_path: Path, replace: bool) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        journal.write(sample(0))
+        path.rename(tmp_path / "moved.jsonl")
+        path.write_text("mine\n")
+        if replace:
+            journal.replace({Key("p", 0, 0): sample(0)})
+        journal.write(sample(1))
+        assert journal.path == tmp_path / "rollouts.1.jsonl"
+        assert [found.sample for found in journal.samples()] == [0, 1]
+    assert path.read_text() == "mine\n"
+    with Journal(tmp_path / "rollouts.1.jsonl") as journal:
+        assert len(journal) == 2

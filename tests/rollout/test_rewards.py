@@ -268,6 +268,31 @@ def test_an_asynchronous_reward_is_awaited(tmp_path: Path) -> None:
     assert [sample.reward for sample in samples] == [0.5] * 3
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("in_a_task", [False, True])
+def test_an_answer_that_an_asynchronous_reward_runs_may_exit(
+    tmp_path: Path, error: type[BaseException], in_a_task: bool
+) -> None:
+    """Such an error ends the event loop on which the next rewards run, too."""
+
+    async def exits() -> None:
+        raise error("bye")
+
+    async def reward(problem: Problem, sample: Sample) -> float:
+        if problem.id == "b":
+            await (asyncio.create_task(exits()) if in_a_task else exits())
+        await asyncio.sleep(0.001)
+        return 1.0
+
+    for name in ("r.jsonl", "again.jsonl"):
+        _, samples = run(tmp_path / name, Plan(samples=2), reward=reward, reward_seconds=30.0)
+        assert {sample.id: sample.reward_error for sample in samples} == {
+            "a": None,
+            "b": f"{error.__name__}: bye",
+            "c": None,
+        }
+
+
 def test_a_reward_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewards that run what the model wrote do, and it counts for the whole process."""
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ import operator
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -55,7 +56,13 @@ _LOOP_LOCK = threading.Lock()
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of the user's asynchronous functions. A daemon thread runs it."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="agentspec-async", daemon=True).start()
+
+    def run() -> None:
+        while True:
+            with suppress(SystemExit, KeyboardInterrupt):  # such an error of a task ends run_forever, too
+                loop.run_forever()
+
+    threading.Thread(target=run, name="agentspec-async", daemon=True).start()
     return loop
 
 
