@@ -37,6 +37,8 @@ _WRITE_RECORDS, _WRITE_BYTES = 256, 256 * 1024
 """Most records, and about the most bytes, that an import appends at once: Redis answers nobody else meanwhile."""
 _SLICE_SECONDS = 0.1
 """How long a job reads in one go, before other jobs that wait for the same thread have a turn."""
+_TELL_SECONDS = 60.0
+"""Time between two messages about a store that cannot be asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class SessionAdmin:
         self._step_record = step_record
         self._delete_snapshot = delete_snapshot
         self._jobs: dict[str, _Job] = {}  # by the name that the asker chose, oldest first
+        self._tell_at = 0.0  # when an error of the store is logged again
 
     def begin(self, job: str, owner: str | None, what: str, *args: Any) -> dict[str, Any]:
         """Begin a job. Returns {}, or an error as ``poll`` does.
@@ -133,7 +136,7 @@ class SessionAdmin:
             return {}
         answer: dict[str, Any] = {}
         if begun.futures:
-            answer = _answer(begun.futures)
+            answer = self._answer(begun.futures)
             if not answer.get("more"):
                 del self._jobs[job]
                 return answer
@@ -141,6 +144,26 @@ class SessionAdmin:
         with contextlib.suppress(StoreUnavailableError):  # too many jobs wait; the next poll tries again
             begun.futures = (self._persistence.submit(lambda _: _next_slice(begun), begun.owner),)
         return answer
+
+    def _answer(self, futures: Sequence[Future[Any]]) -> dict[str, Any]:
+        """Return the value or the error of a job whose futures have ended, as ``poll`` does."""
+        for future in futures:
+            if future.cancelled():
+                return _failure(StoreUnavailableError("the store was closed before the job began"))
+            if (error := future.exception()) is not None:
+                return _failure(self._error_for_caller(error) if isinstance(error, StoreError) else error)
+        value = futures[0].result()
+        if isinstance(value, _Slice):
+            return {"value": value.items, "more": value.more}
+        return {"value": asdict(value) if isinstance(value, Erasure) else value, "more": False}
+
+    def _error_for_caller(self, error: StoreError) -> StoreError:
+        """Return an error of the store without its text, which names hosts, files and users. Log it once a minute."""
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + _TELL_SECONDS
+            logger.warning("agentspec: a question about sessions cannot be answered: %s", error)
+        what = "the store, or a snapshot beside it, is away or refuses this"
+        return StoreUnavailableError(f"{what}; try again later (the server's log says why)")
 
     def erased_elsewhere(self, tenant: str | None, session: str) -> None:
         """Remove a session here that another process has erased in the store. Any thread may call it."""
@@ -313,19 +336,6 @@ def _next_slice(job: _Job) -> _Slice:
     return _Slice(found, more=False)
 
 
-def _answer(futures: Sequence[Future[Any]]) -> dict[str, Any]:
-    """Return the value or the error of a job whose futures have ended, as ``SessionAdmin.poll`` does."""
-    for future in futures:
-        if future.cancelled():
-            return _failure(StoreUnavailableError("the store was closed before the job began"))
-        if (error := future.exception()) is not None:
-            return _failure(_error_for_caller(error) if isinstance(error, StoreError) else error)
-    value = futures[0].result()
-    if isinstance(value, _Slice):
-        return {"value": value.items, "more": value.more}
-    return {"value": asdict(value) if isinstance(value, Erasure) else value, "more": False}
-
-
 def _summary_of(
     store: Store, session: str, parts: Sequence[tuple[str, SessionUsage]]
 ) -> Generator[list[Any], None, dict[str, Any] | None]:
@@ -376,13 +386,6 @@ def _turns(store: Store, namespace: str, session: str, newest: int | None = None
 
 def _name_of(record: Any) -> tuple[str, int]:
     return record.writer, record.number
-
-
-def _error_for_caller(error: StoreError) -> StoreError:
-    """Log an error of the store. Return one for callers, without its text, which names hosts, files and users."""
-    logger.warning("agentspec: a question about sessions cannot be answered: %s", error)
-    what = "the store, or a snapshot beside it, is away or refuses this"
-    return StoreUnavailableError(f"{what}; try again later (the server's log says why)")
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

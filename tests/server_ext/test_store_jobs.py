@@ -92,6 +92,27 @@ def test_an_erasure_that_the_store_cannot_do_says_so(store: FlakyStore, monkeypa
     store.gate.set()
 
 
+def test_questions_that_a_store_cannot_answer_are_logged_once_a_minute(
+    store: FlakyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`agentspec top` asks every two seconds, however long the store is away."""
+    engine = Engine(store)
+    admin = SessionAdmin(engine.persistence, lambda: ())
+
+    def ask() -> dict[str, Any]:
+        admin.begin("job", None, "list", TENANT, None, True, 10, None)
+        answer: dict[str, Any] = {}
+        wait_until(lambda: answer.update(admin.poll("job")) or answer)
+        return answer
+
+    for call in ("namespaces", "sessions", "newest"):
+        monkeypatch.setattr(store, call, Mock(side_effect=StoreUnavailableError("the store at 10.0.0.7 is gone")))
+    assert all("10.0.0.7" not in ask()["message"] for _ in range(4))
+    assert [line for line in caplog.messages if "10.0.0.7" in line and "question" in line] == [
+        "agentspec: a question about sessions cannot be answered: the store at 10.0.0.7 is gone"
+    ]
+
+
 def gate(persistence: Persistence) -> Callable[[], None]:
     """Hold the job thread up until the returned function is called."""
     held = [True]

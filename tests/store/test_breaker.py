@@ -28,6 +28,12 @@ def test_it_opens_at_the_fifth_failure_in_a_row_and_says_so_once() -> None:
     assert not breaker.allow()
 
 
+def test_it_opens_at_once_if_a_call_that_fails_takes_long() -> None:
+    breaker = CircuitBreaker(clock=Clock(), first_pause=1.0)
+    assert breaker.failure(slow=True) is True
+    assert (breaker.state, breaker.wait()) == ("open", 1.0)
+
+
 def test_a_success_between_failures_starts_the_count_again() -> None:
     breaker = CircuitBreaker(clock=Clock())
     for _ in range(3):

@@ -258,3 +258,32 @@ def test_tombstones_count_once_until_they_are_trimmed(store: RedisStore) -> None
     while store.trim(Retention(records=0)).more:
         pass
     assert store.usage() == Usage(0, 0)
+
+
+@pytest.mark.parametrize("lost", ["namespaces", "secret", "shards"])
+def test_what_the_server_loses_beside_a_log_is_put_back(
+    store: RedisStore, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when someone removes a key. Otherwise the log's sessions would be in no list, and no erasure would find it."""
+    monkeypatch.setattr("agentspec.cache.store.redis_store._ENTERED_SECONDS", 0.2)
+    store.keep_secret(store.secret())
+    store.append(NS, [NewEntry("s", b"1")])
+    before = raw(store).dump(f"agentspec:{lost}")
+    assert raw(store).delete(f"agentspec:{lost}") == 1
+    time.sleep(0.25)
+    store.append(NS, [NewEntry("s", b"2")])
+    assert raw(store).dump(f"agentspec:{lost}") == before
+    assert store.namespaces() == [NS]
+
+
+def test_a_list_of_logs_that_cannot_be_written_is_named_once(
+    store: RedisStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw(store).set("agentspec:namespaces", "theirs")
+    for number in range(3):
+        store.append(NS, [NewEntry("s", b"%d" % number)])
+    (line,) = caplog.messages
+    assert "the list of logs lacks theirs" in line and "WRONGTYPE of agentspec:namespaces" in line
+    raw(store).delete("agentspec:namespaces")
+    store.append(NS, [NewEntry("s", b"3")])
+    assert store.namespaces() == [NS]

@@ -49,6 +49,7 @@ class RefusingStore(FlakyStore):
     def __init__(self) -> None:
         super().__init__()
         self.refused: set[str] = set()
+        self.refused_session: str | None = None
         self.tried = 0
 
     def _check(self, namespace: str) -> None:
@@ -58,6 +59,9 @@ class RefusingStore(FlakyStore):
 
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         self._check(namespace)
+        if any(entry.session == self.refused_session for entry in entries):
+            self.tried += 1
+            raise StoreError("WRONGTYPE")
         return super().append(namespace, entries, expect=expect)
 
     def read(self, namespace: str, **options: Any) -> Iterator[Entry]:
@@ -125,9 +129,10 @@ class TestWriting:
         for number in range(40):
             writer.put(BAD, turn("s", number))
         wait_until(lambda: writer.stats().refused_logs == 1)
-        refused, begun = writer.stats().refused, time.monotonic()
-        wait_until(lambda: writer.stats().refused >= refused + 3)
+        tried, begun = store.tried, time.monotonic()
+        wait_until(lambda: store.tried >= tried + 3)
         assert time.monotonic() - begun > 0.1 + 0.2 - 0.05  # the pause doubles
+        assert (writer.stats().refused, writer.stats().queued) == (5, 35)  # no further record is given up
         store.refused = set()
         assert writer.flush(60)
         assert numbers(store, BAD) == list(range(writer.stats().refused, 40))
@@ -136,6 +141,24 @@ class TestWriting:
         assert writer.flush(60)
         writer.close()
         assert sum(f"log {BAD} is back" in line for line in caplog.messages) == 1
+
+    def test_a_session_that_is_refused_holds_up_no_other_of_its_log(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("agentspec.cache.store.aside._PAUSE", 0.01)
+        store = RefusingStore()
+        store.refused_session = "bad"
+        writer = BackgroundWriter(store, batch_entries=8)
+        for number in range(12):
+            writer.put(BAD, turn("bad", number))
+        wait_until(lambda: writer.stats().refused_logs == 1)
+        tried = store.tried
+        wait_until(lambda: store.tried > tried + 3)
+        assert (writer.stats().refused, writer.stats().queued) == (5, 7)  # it may be the log's fault
+        for number in range(12, 40):
+            writer.put(BAD, turn("bad" if number % 2 else "good", number))
+        assert writer.flush(60)
+        assert sorted(numbers(store, BAD)) == list(range(12, 40, 2))
+        assert (writer.stats().persisted, writer.stats().refused, writer.stats().queued_bytes) == (14, 26, 0)
+        writer.close()
 
     def test_a_log_with_few_records_is_found_out_too(self) -> None:
         """Each of its records comes after the previous one was refused."""

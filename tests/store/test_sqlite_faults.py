@@ -3,6 +3,8 @@
 import os
 import resource
 import sqlite3
+import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
@@ -123,7 +125,7 @@ def test_a_log_that_another_process_made_anew_is_left_alone(tmp_path: Path) -> N
 def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.sqlite_file._BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("agentspec.cache.store.sqlite_file.BUSY_SECONDS", 0.05)
     path = tmp_path / "store.db"
     with closing(SQLiteStore(path)) as store, closing(sqlite3.connect(path, isolation_level=None)) as other:
         store.append(NS, [entry_of(turn("s", 0))])
@@ -147,6 +149,31 @@ def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
         assert [number_of(decode(entry.payload)) for entry in store.read(NS)] == list(range(40))
         assert (writer.stats().refused, writer.stats().dropped) == (0, 0)
         writer.close()
+
+
+def test_a_caller_waits_for_no_more_than_one_other_writer_of_a_locked_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them waits for the lock, one after the other. An erasure once waited for all that had come before."""
+    for name in ("sqlite_file", "sqlite"):
+        monkeypatch.setattr(f"agentspec.cache.store.{name}.BUSY_SECONDS", 0.3)
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store, closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        took = []
+
+        def erase() -> None:
+            begin = time.monotonic()
+            with pytest.raises(StoreUnavailableError):
+                store.erase_session(NS, "s")
+            took.append(time.monotonic() - begin)
+
+        threads = [threading.Thread(target=erase) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(took) == 8 and max(took) < 1.2  # one after the other they would take 2.4 s
 
 
 def test_an_erasure_that_a_full_disk_keeps_in_the_log_is_an_error(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_an_append_gets_its_turn_beside_a_process_that_writes_nearly_all_the_tim
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite's own waits grow to 100 ms and miss the gaps of 4 ms."""
-    monkeypatch.setattr("agentspec.cache.store.sqlite_file._BUSY_SECONDS", 1.5)
+    monkeypatch.setattr("agentspec.cache.store.sqlite_file.BUSY_SECONDS", 1.5)
     path, ended = tmp_path / "store.db", threading.Event()
     store = SQLiteStore(path)
 

@@ -125,6 +125,47 @@ def test_an_outage_is_logged_once_and_so_is_its_end_and_nothing_is_lost(
     assert "is back" in lines[1]
 
 
+def test_a_store_that_is_lost_and_back_all_the_time_is_logged_once_a_minute(
+    store: FlakyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a Redis at its limit is, which now and then evicts a key."""
+    writer = BackgroundWriter(store, breaker=quick())
+
+    def outage(number: int) -> None:
+        store.error = StoreUnavailableError("full")
+        writer.put(NS, turn("s", number))
+        wait_until(lambda: writer.stats().state in ("open", "half-open"))
+        store.error = None
+        assert writer.flush(60)
+
+    for number in range(5):
+        outage(number)
+    assert ["is lost" in line for line in caplog.messages] == [True, False]
+    monkeypatch.setattr("agentspec.cache.store.writer._TELL_SECONDS", 0.0)
+    writer._tell_at = 0.0
+    outage(5)
+    assert ["is lost" in line for line in caplog.messages] == [True, False] * 2
+    writer.close()
+
+
+def test_an_append_that_waits_long_for_a_lock_and_fails_is_an_outage_at_once(
+    store: FlakyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("agentspec.cache.store.writer._SLOW_SECONDS", 0.02)
+    writer = BackgroundWriter(store)
+    store.error = StoreUnavailableError("locked")
+    store.gate.clear()
+    writer.put(NS, turn("s", 0))
+    wait_until(lambda: store.calls == 1)
+    time.sleep(0.05)
+    store.gate.set()
+    wait_until(lambda: writer.stats().state != "closed")
+    assert (writer.stats().failed, len(caplog.messages)) == (1, 1)
+    store.error = None
+    assert writer.flush(60)
+    writer.close()
+
+
 def test_a_failed_append_waits_before_it_is_tried_again(store: FlakyStore) -> None:
     """Otherwise a brief error would count as an outage, after five attempts within a millisecond."""
     at: list[float] = []

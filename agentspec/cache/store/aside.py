@@ -64,6 +64,18 @@ class _Part:
             self._note_gone(item.namespace)
         return item
 
+    def take_other(self, session: str | None) -> list[QueuedRecord]:
+        """Remove the first record that is not of a session. Return it as an append of its own; [] if there is none."""
+        for place, append in enumerate(self.appends):
+            for index, item in enumerate(append):
+                if item.record.session != session:
+                    del append[index]
+                    if not append:
+                        del self.appends[place]
+                        self._note_gone(item.namespace)
+                    return [item]
+        return []
+
     def _note_gone(self, namespace: str) -> None:
         self.logs[namespace] -= 1
         if not self.logs[namespace]:
@@ -93,6 +105,10 @@ class SetAside:
     def refused_logs(self) -> int:
         """Return how many logs the store refuses."""
         return sum(is_log(name) and part.breaker.state != "closed" for name, part in self._parts.items())
+
+    def is_refused(self, part: str) -> bool:
+        """Return whether a part is a log that counts as refused."""
+        return is_log(part) and part in self._parts and self._parts[part].breaker.state != "closed"
 
     def part_of(self, namespace: str, current_part: Callable[[str], str]) -> str | None:
         """Return the part that a log's records wait for; None if they need not wait.
@@ -150,6 +166,12 @@ class SetAside:
                 del self._parts[part]
             return []
         items = held.take()
+        self._count -= len(items)
+        return items
+
+    def take_other(self, part: str, session: str | None) -> list[QueuedRecord]:
+        """Take the first record that waits for a part and is not of this session. Return [] if there is none."""
+        items = self._parts[part].take_other(session)
         self._count -= len(items)
         return items
 

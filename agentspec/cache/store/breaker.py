@@ -11,8 +11,9 @@ class CircuitBreaker:
     """Decide from the latest calls to a store whether it may be called now.
 
     closed: calls go through; after a failure the next one waits ``retry_delay`` seconds, doubled with each failure.
-    open, after ``threshold`` failures in a row: no call goes through, for a pause that doubles from ``first_pause`` to
-    ``max_pause`` seconds. half-open, after the pause: one call goes through; its outcome closes or opens the breaker.
+    open, after ``threshold`` failures in a row or a slow one: no call goes through, for a pause that doubles from
+    ``first_pause`` to ``max_pause`` seconds. half-open, after the pause: one call goes through; its outcome closes or
+    opens the breaker.
 
     One thread makes the calls; others may read ``state``. clock: returns the time in seconds.
     """
@@ -60,11 +61,14 @@ class CircuitBreaker:
         self._failures, self._pause, self._until = 0, self._first_pause, 0.0
         return recovered
 
-    def failure(self) -> bool:
-        """Note a call that failed. Returns True if it begins an outage (the breaker was closed, and opens)."""
+    def failure(self, *, slow: bool = False) -> bool:
+        """Note a call that failed. Returns True if it begins an outage (the breaker was closed, and opens).
+
+        slow: whether the call took long, as one does that waits for a lock; then the breaker opens at once.
+        """
         was_closed = self._state == "closed"
         self._failures += 1
-        if was_closed and self._failures < self._threshold:
+        if was_closed and self._failures < self._threshold and not slow:
             self._until = self._clock() + self._retry_delay * 2 ** (self._failures - 1)
             return False
         self._state = "open"

@@ -38,15 +38,18 @@ SOCKET_TIMEOUT = 0.25
 
 # errors that pass by themselves, or that the operator can repair without changing the URL; scripts raise the last one
 # while the cluster moves their keys
-_PASSING = ("READONLY ", "MISCONF ", "LOADING ", "BUSY ", "NOREPLICAS ", "non local key")
-_PASSING_TYPES = (AskError, ClusterError, ReadOnlyError, TryAgainError)
+_PASSING = ("MISCONF ", "LOADING ", "BUSY ", "NOREPLICAS ", "non local key")
+_PASSING_TYPES = (AskError, ClusterError, TryAgainError)
 _FULL = "the server is full: raise its maxmemory, or keep less with the settings retention_days and retention_bytes"
+_FOREIGN = "another program has put a value of its own there; rename it or remove it"
+_REPLICA = "give the store URL of its master, or of the Sentinels"
 _SENTINEL_PASSWORD = "check AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD"
 # refusals without an error type of their own; the last one is for a long command of a user who gave no password
 _REFUSED = ("user executing the script", "ACL failure in script", "unauthenticated ")
 _UNKNOWN = ("unknown command", "unknown redis command")
 # how errors name a command that the user may not run: by its name or, up to Redis 7.0, by the line of the script
 _NAMED = re.compile(r"the '([\w|]+)' command|unknown command ['`]([\w|]+)")
+_SCRIPT = re.compile(r" script: [0-9a-f]{40}\b.*")  # what errors of scripts end with
 _LINE = re.compile(r"user_script: ?(\d+)")
 _CALLED = re.compile(r"redis\.p?call\('([A-Z]+)'")
 _TRANSIENT = (redis.ConnectionError, redis.TimeoutError)
@@ -95,7 +98,7 @@ class RedisClient:
 
     def command(self, *command: str | bytes | int) -> Any:
         """Send one command, and return its answer."""
-        with self.errors():
+        with self.errors(keys=[str(key) for key in command[1:2]]):
             return self._connected().execute_command(*command)
 
     def commands(self, commands: Iterable[Sequence[str | bytes | int]]) -> list[Any]:
@@ -109,7 +112,7 @@ class RedisClient:
 
     def run(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> Any:
         """Run a Lua script. All keys must lie on one node."""
-        with self.errors(script):
+        with self.errors(script, keys):
             client = self._connected()
             try:
                 return client.evalsha(hashlib.sha1(script.encode()).hexdigest(), len(keys), *keys, *arguments)
@@ -155,10 +158,11 @@ class RedisClient:
             self._redis.close()
 
     @contextmanager
-    def errors(self, script: str = "") -> Iterator[None]:
+    def errors(self, script: str = "", keys: Sequence[str] = ()) -> Iterator[None]:
         """Raise redis-py's errors as store errors without the password, because servers quote commands they reject.
 
-        script: the script that runs, so that an error can name the command in it that the user may not run.
+        script: the script that runs, so that an error can name the command in it that the user may not run. keys: those
+        of the command or the script, so that an error can name them.
         """
         self._refuse_if_closed()
         try:
@@ -172,6 +176,11 @@ class RedisClient:
                 raise self._unknown(error, script) from None
             if isinstance(error, OutOfMemoryError) or "OOM " in str(error):
                 raise StoreUnavailableError(f"{self.shown}: {_FULL}") from None
+            if "WRONGTYPE" in str(error) and keys:
+                where = f"one of the keys {keys[0].rpartition(':')[0]}:*" if script else keys[0]
+                raise StoreError(f"{self.shown}: WRONGTYPE of {where}: {_FOREIGN}") from None
+            if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
+                raise StoreUnavailableError(f"{self.shown}: READONLY, it is a replica; {_REPLICA}") from None
             passing = isinstance(error, _PASSING_TYPES) or any(text in str(error) for text in _PASSING)
             raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
         except MasterNotFoundError as error:
@@ -280,7 +289,7 @@ class RedisClient:
         )
 
     def _explain(self, error: Exception) -> str:
-        text = " ".join(islice(str(error).split(), 60))
+        text = _SCRIPT.sub("", " ".join(islice(str(error).split(), 60)))
         for secret in filter(None, (self._address.password, self._address.sentinel_password)):
             text = text.replace(secret, "***")
         return f"{self.shown}: {text}"

@@ -35,8 +35,10 @@ policies spare logs and tombstones.
 
 import heapq
 import logging
+import math
 import secrets
 import threading
+import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,6 +75,7 @@ from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionErro
 logger = logging.getLogger(__name__)
 
 _KNOWN = 65_536  # most logs that this process remembers to have checked, and to have entered in the index
+_ENTERED_SECONDS = 60.0  # how long it trusts that the index has a log
 _UNSURE = 4096  # most logs of which it remembers an append that failed
 _PAGE = 64  # logs that are looked into in one go
 
@@ -104,7 +107,8 @@ class RedisStore:
         self._append_lock = threading.Lock()
         self._unsure: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by log: number and hash of a failed append
         self._checked: set[str] = set()  # namespaces that hold no log of an older release
-        self._entered: set[str] = set()  # namespaces that are in the index
+        self._entered: dict[str, float] = {}  # by namespace in the index: when to look whether it still is
+        self._not_entered = False  # whether the latest try failed, which is logged once
         self._shards_checked = False
         self._secret: bytes | None = None  # to put back if the store loses its own
 
@@ -134,7 +138,7 @@ class RedisStore:
                     raise conflict(expected or "")
                 is_new = parsed(answer.born) == answer.first  # also if the server has lost all that it had
                 if is_new:
-                    self._entered.discard(namespace)
+                    self._entered.pop(namespace, None)
                     self._enter(namespace)
                 self._watch.note(namespace, shards[place], number, [entry.name for entry in part], answer)
                 self._index.note(shards[place].name, answer.state, new=is_new)
@@ -349,17 +353,32 @@ class RedisStore:
                 f"{self._client.shown}: an older release wrote the log {namespace} here;"
                 f" convert it with: agentspec sessions convert {self._client.shown} --model MODEL"
             )
-        _remember(self._checked, namespace)
+        if len(self._checked) >= _KNOWN:
+            self._checked.clear()
+        self._checked.add(namespace)
 
     def _enter(self, namespace: str) -> None:
-        """Add a log to the list of all logs. If the list cannot be written, each append tries it again."""
-        if namespace in self._entered:
+        """Add a log to the list of all logs. If the list cannot be written, each append tries it again.
+
+        Do so once a minute, because the server may lose the list or the secret, and not the log.
+        """
+        if time.monotonic() < self._entered.get(namespace, -math.inf):
             return
-        with suppress(StoreError):
+        try:
             self.command("SET", f"{self.prefix}:shards", self._layout.shards, "NX")
             self._index.enter(namespace)
             self._put_secret_back()
-            _remember(self._entered, namespace)
+        except StoreUnavailableError:  # the append says so, too
+            return
+        except StoreError as error:
+            if not self._not_entered:
+                logger.warning("agentspec: turns are stored, but the list of logs lacks theirs: %s", error)
+            self._not_entered = True
+            return
+        self._not_entered = False
+        if len(self._entered) >= _KNOWN:
+            self._entered.clear()
+        self._entered[namespace] = time.monotonic() + _ENTERED_SECONDS
 
     def check_shards(self) -> None:
         """Raise StoreError if the logs have another number of shards. Does nothing if the store has no number yet."""
@@ -379,9 +398,3 @@ class RedisStore:
             RedisShard(self._client, f"{namespace}/{place}", tag, channel, self._watch.miss)
             for place, tag in zip(places, tags, strict=True)
         ]
-
-
-def _remember(names: set[str], name: str) -> None:
-    if len(names) >= _KNOWN:
-        names.clear()
-    names.add(name)

@@ -47,6 +47,7 @@ from agentspec.cache.store.sqlite_entries import (
     trim_slice,
 )
 from agentspec.cache.store.sqlite_file import (
+    BUSY_SECONDS,
     FRONT,
     OPENING,
     PAGE_SIZE,
@@ -287,8 +288,13 @@ class _Database:
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        with self._write_lock, store_errors(self._name):
-            yield self._opened(self._writer)
+        if not self._write_lock.acquire(timeout=BUSY_SECONDS):  # others may wait in front of this, each as long
+            raise StoreUnavailableError(f"{self._name}: other writes of this process wait or take long")
+        try:
+            with store_errors(self._name):
+                yield self._opened(self._writer)
+        finally:
+            self._write_lock.release()
 
     @contextmanager
     def _read(self) -> Iterator[sqlite3.Connection]:

@@ -28,7 +28,7 @@ BESIDE = ("-wal", "-shm")
 FileId = tuple[int, int]
 """Device and inode of a file. They tell it from a later file of the same name."""
 
-_BUSY_SECONDS = 5.0
+BUSY_SECONDS = 5.0
 _POLL_MS = 5  # short, because SQLite's own waits grow to 100 ms, in which busy writers always get the lock first
 _CHECKPOINT_SECONDS = 0.2  # longest wait for readers before an erasure counts as incomplete
 _WAL_BYTES = 4 << 20
@@ -104,7 +104,7 @@ def empty_log(connection: sqlite3.Connection, *, to_erase: bool = False) -> bool
             raise
         return False  # another process writes, or an error does not matter now
     finally:
-        _set_patience(connection, _BUSY_SECONDS)
+        _set_patience(connection, BUSY_SECONDS)
     return bool(busy == 0)
 
 
@@ -163,7 +163,7 @@ def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iter
 
 
 def _begin(connection: sqlite3.Connection, kind: str) -> None:
-    deadline = time.monotonic() + _BUSY_SECONDS
+    deadline = time.monotonic() + BUSY_SECONDS
     _set_patience(connection, _POLL_MS / 1000)
     try:
         while True:
@@ -174,7 +174,7 @@ def _begin(connection: sqlite3.Connection, kind: str) -> None:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                     raise
     finally:
-        _set_patience(connection, _BUSY_SECONDS)
+        _set_patience(connection, BUSY_SECONDS)
 
 
 def _set_patience(connection: sqlite3.Connection, seconds: float) -> None:
@@ -270,7 +270,7 @@ def _not_ours(path: Path, what: str) -> StoreError:
 
 def connect(database: str) -> sqlite3.Connection:
     """Open a connection that any thread may use, but only one thread at a time."""
-    connection = sqlite3.connect(database, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(database, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     for setting in (
         "synchronous = NORMAL",
         "secure_delete = ON",
@@ -312,7 +312,7 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 def enter_wal(connection: sqlite3.Connection) -> None:
     """Switch to the write-ahead log. Retries, because here SQLite answers "locked" without waiting."""
-    deadline = time.monotonic() + _BUSY_SECONDS
+    deadline = time.monotonic() + BUSY_SECONDS
     while True:
         try:
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()

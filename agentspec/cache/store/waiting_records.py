@@ -118,7 +118,13 @@ class WaitingRecords:
     def take_aside(self, part: str) -> list[QueuedRecord]:
         """Put the first append that waits for a part in flight, and return it."""
         items = self.aside.take(part)
-        self.in_flight = list(items)
+        self.in_flight += items
+        return items
+
+    def take_other(self, part: str, session: str | None) -> list[QueuedRecord]:
+        """Put the first record of another session in flight, if the part is a log that counts as refused."""
+        items = self.aside.take_other(part, session) if self.aside.is_refused(part) else []
+        self.in_flight += items
         return items
 
     def note_written(self, items: list[QueuedRecord], persisted: int) -> None:
@@ -146,10 +152,10 @@ class WaitingRecords:
     def put_back(self, part: str, items: list[QueuedRecord], *, refused: bool) -> bool:
         """Let a failed append wait again, in halves if it was refused. If it was a single refused record, give that up.
 
-        Return whether a record was given up.
+        A record of a log that counts as refused waits, because the log is at fault. Return whether one was given up.
         """
         self.counts.failed += 1
-        alone = refused and len(items) == 1
+        alone = refused and len(items) == 1 and not self.aside.is_refused(part)
         if alone:
             self.counts.refused += 1
             self.bytes -= items[0].size

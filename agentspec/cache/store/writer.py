@@ -20,6 +20,8 @@ from agentspec.errors import InvalidInputError, StoreUnavailableError
 logger = logging.getLogger(__name__)
 
 _CLOSING_DELAY = 0.05  # seconds between the attempts while closing
+_SLOW_SECONDS = 1.0  # a failed append that took longer waited for a lock, and the next one would, too
+_TELL_SECONDS = 60.0  # between two messages that the store is lost
 _APPENDS = 64  # most appends set aside that are tried before the queue has its turn again
 
 
@@ -52,6 +54,7 @@ class BackgroundWriter:
         self._hurry = False  # whether a batch need not wait for more records
         self._refusal_logged = False
         self._lost = False  # whether it was logged that the store is lost, and not yet that it is back
+        self._tell_at = 0.0  # when that may be logged again, because a full store may be lost and back many times
         self._deadline: float | None = None
         lock = threading.Lock()  # never held during a call to the store, so that no caller waits
         self._work, self._settled = threading.Condition(lock), threading.Condition(lock)
@@ -168,6 +171,7 @@ class BackgroundWriter:
             if (away := self._records.aside.part_of(namespace, self._part)) is not None:
                 self._set_aside(away, items)
                 continue
+            begin = time.monotonic()
             if (error := self._append(namespace, items)) is None:
                 continue
             if not isinstance(error, StoreUnavailableError):
@@ -175,7 +179,7 @@ class BackgroundWriter:
                 continue
             part = self._part(namespace)
             if not part:
-                self._requeue(error)
+                self._requeue(error, slow=time.monotonic() - begin > _SLOW_SECONDS)
                 return
             if self._set_aside(part, items, failed=True).failure():
                 logger.warning("agentspec: a part of the store is lost (%s); the others are written to", error)
@@ -216,29 +220,46 @@ class BackgroundWriter:
                 if not items:
                     break
                 error = self._append(items[0].namespace, items)
+                away = isinstance(error, StoreUnavailableError)
+                if error is None or (not away and self._takes_others(part, items)):
+                    self._note_back(part, breaker)
                 if error is not None:
                     self._put_back(part, items, error)
-                if isinstance(error, StoreUnavailableError):
+                if away:
                     breaker.failure()
+                if error is not None and breaker.state == "open":
                     break
-                if error is not None and is_log(part):
-                    if breaker.state == "open":
-                        break
-                elif breaker.success():
-                    what = f"the {part}" if is_log(part) else "a part of the store"
-                    logger.warning("agentspec: %s is back; %d records wait for it", what, len(aside))
+
+    def _takes_others(self, part: str, refused: list[QueuedRecord]) -> bool:
+        """Return whether a log that counts as refused takes a record of another session than the one refused just now.
+
+        Then the log is not at fault.
+        """
+        with self._changing() as records:
+            items = records.take_other(part, refused[0].record.session) if len(refused) == 1 else []
+        if not items:
+            return False
+        error = self._append(items[0].namespace, items)
+        if error is not None:
+            with self._changing() as records:
+                records.put_back(part, items, refused=not isinstance(error, StoreUnavailableError))
+        return error is None
+
+    def _note_back(self, part: str, breaker: CircuitBreaker) -> None:
+        if breaker.success():
+            what = f"the {part}" if is_log(part) else "a part of the store"
+            logger.warning("agentspec: %s is back; %d records wait for it", what, len(self._records.aside))
 
     def _put_back(self, part: str, items: list[QueuedRecord], error: Exception) -> None:
         """Let a failed append wait again. A refused one waits in halves, until the bad record is alone and given up.
 
-        After some such records in a row, the log counts as refused.
+        After some such records in a row, the log counts as refused, and its records wait.
         """
         refused = not isinstance(error, StoreUnavailableError)
         with self._changing() as records:
-            if not records.put_back(part, items, refused=refused):
-                return
-            self._log_refusal(error)
-            if is_log(part) and records.aside.add(part, ()).failure():
+            if records.put_back(part, items, refused=refused):
+                self._log_refusal(error)
+            if refused and len(items) == 1 and is_log(part) and records.aside.add(part, ()).failure():
                 message = "agentspec: the %s is refused by the store (%s); its records wait, the other logs go on"
                 logger.warning(message, part, error)
 
@@ -269,14 +290,15 @@ class BackgroundWriter:
             self._refusal_logged = True
             logger.warning("agentspec: a record cannot be stored: %s; further ones are only counted", error)
 
-    def _requeue(self, error: StoreUnavailableError) -> None:
-        """Queue the rest of a batch again, because the store is away. error: of the append that failed."""
+    def _requeue(self, error: StoreUnavailableError, *, slow: bool) -> None:
+        """Queue the rest of a batch again, because the store is away. error, slow: of the append that failed."""
         with self._changing() as records:
             records.requeue()
             queued, closing = records.queued, self._closing()
-        self._breaker.failure()
-        if self._breaker.state == "open" and not self._lost:
-            self._lost = True
+        self._breaker.failure(slow=slow)
+        now = time.monotonic()
+        if self._breaker.state == "open" and not self._lost and now >= self._tell_at:
+            self._lost, self._tell_at = True, now + _TELL_SECONDS
             message = "agentspec: the store is lost (%s); %d records wait, decoding goes on without it"
             logger.warning(message, error, queued)
         if closing:
