@@ -27,6 +27,17 @@ def is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def is_text(value: object) -> TypeGuard[str]:
+    """Return whether a value is a string that UTF-8 can hold: one without half of a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise InvalidInputError, naming the argument, unless the value is such a string."""
+    if not is_text(value):
+        raise InvalidInputError(f"{name}={value!r}: give a string that UTF-8 can hold")
+
+
 def check_kind(name: str, value: object, kind: type) -> None:
     """Raise ConfigurationError, naming the argument, unless the value is None or a ``kind``."""
     if value is not None and not isinstance(value, kind):

@@ -1,14 +1,13 @@
 """Keep finished turns in the suffix indexes of their sessions, groups and tenants."""
 
 import errno
-import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from agentspec.cache.arguments import LARGEST_NUMBER, TokenIds, as_prompt, as_turn, is_number
+from agentspec.cache.arguments import LARGEST_NUMBER, TokenIds, as_prompt, as_turn, check_text, is_number
 from agentspec.cache.core import PreparedSession, native
 from agentspec.cache.names import UNNAMED_TENANT, Names, key_of, keys_to_load, session_key
 from agentspec.cache.policy import DEFAULT_COST, DraftPolicy
@@ -23,6 +22,13 @@ _PUBLIC_BYTES = 20
 """Most memory that a token of the public corpus takes when it is added; on average it takes 11 bytes."""
 
 _SAVE_TRIES = 5
+
+
+def _file(path: str | Path) -> str:
+    """Return the name of a file. Raises InvalidInputError for anything but a string or a path in UTF-8."""
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    check_text("path", name)
+    return name
 
 
 def _length(text: TokenIds) -> int:
@@ -212,11 +218,11 @@ class KeptTurns:
         """
         if budget is not None and not is_number(budget):
             raise InvalidInputError(f"budget={budget!r}: give a number of tokens, or None for no limit")
-        if seconds is not None and not (isinstance(seconds, _NUMBER_TYPES) and not math.isnan(seconds)):
+        if seconds is not None and not (isinstance(seconds, _NUMBER_TYPES) and seconds == seconds):  # not NaN
             raise InvalidInputError(f"seconds={seconds!r}: give a number, or None for no limit")
         if budget is not None or seconds is not None:
             tokens = LARGEST_NUMBER if budget is None else min(max(budget, 0), LARGEST_NUMBER)
-            return self._core.catch_up(tokens, _ANY_SECONDS if seconds is None else seconds)
+            return self._core.catch_up(tokens, _ANY_SECONDS if seconds is None else min(seconds, _ANY_SECONDS))
         total = 0
         while done := self._core.catch_up(LARGEST_NUMBER, _ANY_SECONDS):
             total += done
@@ -242,11 +248,16 @@ class KeptTurns:
         Another thread may call it while steps run: it holds them up for less than half a millisecond at a time. It
         writes beside `path` and then renames, so the file is never incomplete, and only its owner can read it. A
         process that is killed meanwhile leaves a file `path`.tmpXXXXXX, which may be deleted. Raises SnapshotError if
-        the file cannot be written, or if sessions were erased during each of five attempts.
+        the file cannot be written, or if sessions were erased during each of five attempts, and InvalidInputError for
+        arguments of other types.
         """
+        file = _file(path)
+        check_text("identity", identity)
+        if not isinstance(note, bytes):
+            raise InvalidInputError(f"note={note!r:.60}: give bytes")
         try:
             for _ in range(_SAVE_TRIES):
-                if self._core.save(str(path), identity, note):
+                if self._core.save(file, identity, note):
                     return
         except (OSError, RuntimeError, MemoryError) as error:
             remedy = size_remedy() if os.strerror(errno.EFBIG) in str(error) else ""
@@ -257,10 +268,13 @@ class KeptTurns:
         """Load a file that was saved under the same identity into this cache, which must be new. Return the note.
 
         Another thread may call it. Raises SnapshotError, naming the fault, for a file that cannot be read, is damaged,
-        or has another version or identity or a larger vocabulary, and if the cache is in use already.
+        or has another version or identity or a larger vocabulary, and if the cache is in use already; InvalidInputError
+        for arguments of other types.
         """
+        file = _file(path)
+        check_text("identity", identity)
         try:
-            return self._core.load(str(path), identity)
+            return self._core.load(file, identity)
         except (OSError, RuntimeError, MemoryError) as error:
             raise SnapshotError(f"{path}: cannot load the snapshot: {error}") from error
 

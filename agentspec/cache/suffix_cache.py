@@ -32,6 +32,7 @@ from agentspec.cache.arguments import (
     as_tokens,
     check_kind,
     is_number,
+    is_text,
     limit_numbers,
 )
 from agentspec.cache.core import native
@@ -66,7 +67,7 @@ DEFAULT_WORK_SECONDS = 0.0005
 
 def _is_name(name: object) -> bool:
     """Return whether an object is the name of a turn in a store: a writer and a number."""
-    return isinstance(name, tuple) and len(name) == 2 and isinstance(name[0], str) and is_number(name[1])
+    return isinstance(name, tuple) and len(name) == 2 and is_text(name[0]) and is_number(name[1])
 
 
 class CacheOptions(TypedDict, total=False):

@@ -1,6 +1,8 @@
 """Test that bad input gives a clear error that names what is wrong, and changes nothing."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -301,3 +303,25 @@ def test_arguments_of_another_kind(name: str, value: Any, kind: str) -> None:
 def test_policy_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         DraftPolicy(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda cache: cache.save(5), "path=5: give a string"),
+        (lambda cache: cache.save("x", identity=5), "identity=5: give a string"),
+        (lambda cache: cache.save("x", note="text"), "note='text': give bytes"),
+        (lambda cache: cache.load_snapshot(None), "path=None: give a string"),
+        (lambda cache: cache.finish("r", name=("\ud800", 1)), "give a writer and a number"),
+        (lambda cache: cache.catch_up(seconds=float("nan")), "seconds=nan: give a number"),
+        (lambda cache: context_hashes([1], -1), "parent=-1: give a number from 0"),
+        (lambda cache: context_hashes([1], 0, 2**32), "kept=4294967296: give a number from 0"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(call: Callable[[SuffixCache], object], said: str) -> None:
+    cache = SuffixCache()
+    cache.start("r", [1, 2], tenant="t")
+    with pytest.raises(InvalidInputError, match=said):
+        call(cache)
+    assert cache.catch_up(seconds=10**400) >= 0  # however long it is
+    assert not Path("5").exists() and not Path("x").exists()
