@@ -291,6 +291,8 @@ def settle_store(config: object) -> Settings:
             raise StoreUnavailableError(f"store {error} (--store or AGENTSPEC_STORE)") from error
         os.environ[ENVIRONMENT["store"]] = memory_instead(str(error))
         return load_settings(config)
+    if "store" not in settings.model_fields_set and settings.store.startswith("memory:"):
+        os.environ[ENVIRONMENT["store"]] = settings.store  # so that other processes do not say so again
     return settings
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from agentspec.cli.app import serve
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
-from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
+from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings, settle_store
 from agentspec.server_ext.vllm_adapter import check_version
 from agentspec.server_ext.vllm_adapter.launch import OPTIONS, hand_on, prepare_environment, serve_arguments
 from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH, engine_options
@@ -34,6 +34,11 @@ def test_a_default_store_that_nobody_can_write_is_in_memory_and_the_log_says_so(
         assert load_settings({}, environ={}).store == "memory://"
     assert len(caplog.messages) == 1
     assert str(file) in caplog.text and "--store" in caplog.text
+    monkeypatch.setenv("AGENTSPEC_STORE", "")  # so that it is put back at the end
+    monkeypatch.delenv("AGENTSPEC_STORE")
+    assert settle_store({}).store == "memory://"
+    assert os.environ["AGENTSPEC_STORE"] == "memory://"  # for the engine's process, which need not say so again
+    monkeypatch.delenv("AGENTSPEC_STORE")
     named = f"sqlite:///{file}/named.db"
     assert load_settings({}, environ={"AGENTSPEC_STORE": named}).store == named
 

@@ -25,6 +25,7 @@ _BATCH_BYTES = 1 << 20  # about the most bytes in a batch
 _WHOLE_BYTES = 4 << 20  # most bytes of a session that is delivered in one batch; a larger one comes in several
 _PREPARED_TOKENS = 100_000  # a session of at least so many tokens in one batch is indexed before it is delivered
 _MAX_RECORDS = 2048  # most records of a session or group that a request delivers: the newest
+_LONGEST_PAUSE = 5.0  # seconds between two looks at a store that is away; as the follower's
 _MAX_TRIES = 3  # failures of one read after which it is given up, although the store answers other calls
 
 
@@ -95,7 +96,7 @@ class BackgroundLoader:
         self.ready = ReadyRecords(max_ready_bytes)
         self._whole_bytes = min(_WHOLE_BYTES, max_ready_bytes // 4)
         self._max_pending, self._before_read, self._prepare = max_pending, before_read, prepare
-        self._breaker = breaker or CircuitBreaker()
+        self._breaker = breaker or CircuitBreaker(max_pause=_LONGEST_PAUSE)
         self._reader = RecordReader()
         self._requests: deque[_Job] = deque()
         self._corpora: deque[_Job] = deque()
@@ -188,8 +189,7 @@ class BackgroundLoader:
             except Exception as error:  # a store may raise anything, and the thread must survive it
                 self._put_off(job, error)
                 continue
-            if self._breaker.success():
-                logger.warning("agentspec: the store can be read again")
+            self._note_answer()
             if finished:
                 self._publish(job, Loaded(job.wanted, complete=True))
             else:
@@ -290,10 +290,14 @@ class BackgroundLoader:
         if not answers and self._breaker.failure():
             logger.warning("agentspec: stored turns cannot be read: %s", error)
         elif answers:
-            self._breaker.success()
+            self._note_answer()
         if given_up and not self._failure_logged:
             self._failure_logged = True
             logger.warning("agentspec: a stored session cannot be read: %s; further ones are only counted", error)
+
+    def _note_answer(self) -> None:
+        if self._breaker.success():
+            logger.warning("agentspec: the store can be read again")
 
     def _answers(self) -> bool:
         """Return whether the store answers a ping, so that the fault was of the last read alone."""
