@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +37,7 @@ _commands = typer.Typer(
     help="Sessions that a server keeps: list, show, export, import, erase; convert an old store.", no_args_is_help=True
 )
 
+_DASH = Path("-")
 _ERASURE_SECONDS = 120.0
 _ALL = 1 << 62
 """More sessions than any server lists."""
@@ -94,13 +96,16 @@ def show(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: HeaderO
 @_commands.command("export")
 def export_session(
     session: SessionArgument,
-    file: Annotated[Path, typer.Argument(help="File to write.")],
+    file: Annotated[Path, typer.Argument(help="File to write; - is the standard output.")],
     url: UrlOption = DEFAULT_URL,
     header: HeaderOption = None,
 ) -> None:
     """Write a session's turns to a file, as JSON with token ids."""
     with server_at(url, header, _EXPORT_SECONDS) as server:
         answer = ask(server, "GET", _path(session), "turns")
+    if file == _DASH:
+        sys.stdout.buffer.write(answer.content)
+        return
     try:
         write_private(file, answer.content)
     except OSError as error:
@@ -111,7 +116,7 @@ def export_session(
 @_commands.command("import")
 def import_session(
     session: SessionArgument,
-    file: Annotated[Path, typer.Argument(help="File that `export` wrote.", exists=True, dir_okay=False)],
+    file: Annotated[Path, typer.Argument(help="File that `export` wrote; - is the standard input.")],
     url: UrlOption = DEFAULT_URL,
     header: HeaderOption = None,
 ) -> None:
@@ -119,7 +124,7 @@ def import_session(
     added = turns = 0
     try:
         with server_at(url, header) as server:
-            for part in _parts(file.read_bytes()):
+            for part in _parts(_read(file)):
                 answer = ask(server, "PUT", _path(session), "added", content=part).json()
                 with reading("added"):
                     added, turns = added + answer["added"], turns + answer["turns"]
@@ -128,6 +133,13 @@ def import_session(
             raise _error_of_whole(error, turns) from None
         raise
     typer.echo(f"{added} of {turns} turns added" + ("" if added == turns else "; the others were there"))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if file == _DASH else file.read_bytes()
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: {error.strerror}") from None
 
 
 @_commands.command()

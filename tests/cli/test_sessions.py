@@ -1,5 +1,6 @@
 """Test ``agentspec sessions`` on a server's real routes and store: what is printed, and errors that name the remedy."""
 
+import io
 import json
 import sqlite3
 import threading
@@ -154,6 +155,15 @@ def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_p
     status, printed = sessions("delete", "copy of it", key=BOB)
     assert status == 0 and "erased: copy of it" in printed
     assert not server.drafts(server.identity(BOB, "copy of it"))
+
+
+def test_a_session_goes_through_a_pipe(sessions: Sessions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, printed = sessions("export", "fix-42", "-")
+    assert status == 0 and len(json.loads(printed)["turns"]) == 1
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(printed.encode())))
+    assert sessions("import", "copy of it", "-", key=BOB)[1] == "1 of 1 turns added\n"
+    assert not (tmp_path / "-").exists()
 
 
 def test_an_export_may_take_minutes(sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
