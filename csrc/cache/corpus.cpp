@@ -43,13 +43,19 @@ bool Corpus::holds(std::uint64_t record) const {
 void Corpus::add(const std::string* session, std::uint64_t record, std::span<const Token> context,
                  std::span<const Token> response, std::uint64_t written) {
   const auto begin = static_cast<Position>(index_.size());
-  index_.append_boundary();
-  index_.append(context, false);
-  index_.append(response);
-  const auto end = static_cast<Position>(index_.size());
+  const auto end = static_cast<Position>(begin + 1 + context.size() + response.size());
   const HashIndex::Number number = documents_.next();
+  records_.make_room(number, documents_.first(), [&](HashIndex::Number of) { return record_of(of); });
   documents_.push_back({session ? hash_of(*session) : 0, record, begin, end, written});
-  records_.insert(number, documents_.first(), [&](HashIndex::Number of) { return record_of(of); });
+  try {
+    index_.append_boundary();
+    index_.append(context, false);
+    index_.append(response);
+  } catch (...) {
+    documents_.pop_back();
+    throw;
+  }
+  if (record != 0) records_.put(number, record);
   tokens_ += end - begin;
   ++held_;
 }
@@ -83,7 +89,11 @@ void Corpus::drop(const Document& document) {
 // Lets the oldest documents, of those that were evicted and of those that it holds, be ones that were not erased.
 void Corpus::pass_erased() {
   while (evicted_ < documents_.size() && documents_[evicted_].erased()) ++evicted_;
-  for (; evicted_ > 0 && documents_.front().erased(); --evicted_) documents_.pop_front();
+  std::size_t count = 0;
+  while (count < evicted_ && documents_[count].erased()) ++count;
+  if (count == 0) return;
+  documents_.pop_front(count);
+  evicted_ -= count;
 }
 
 void Corpus::drop_oldest() {
@@ -110,10 +120,12 @@ Corpus::Erasure Corpus::erasure_of(const std::string& session) const {
 }
 
 bool Corpus::drop_some(Erasure& erasure) {
-  const std::size_t before = erased_.size();
-  std::size_t place = documents_.place_of(erasure.next), left = kDroppedPerCall;
-  const std::size_t end = std::min(documents_.place_of(erasure.end), documents_.size());
-  if (place >= documents_.size()) place = 0;  // the documents in front have gone
+  const auto place_of = [&](HashIndex::Number number) {  // 0 if the documents up to there have gone
+    const std::size_t place = documents_.place_of(number);
+    return place <= documents_.size() ? place : 0;
+  };
+  const std::size_t before = erased_.size(), end = place_of(erasure.end);
+  std::size_t place = place_of(erasure.next), left = kDroppedPerCall;
   for (; place < end && left > 0; ++place) {
     Document& document = documents_[place];
     --left;
@@ -200,7 +212,9 @@ void Corpus::restore(SnapshotReader& reader) {
     const Document& document = documents_[place];
     (place < evicted_ ? dropped_tokens_ : tokens_) += document.end - document.begin;
     held_ += place >= evicted_ && !document.erased();
-    records_.insert(number, documents_.first(), [&](HashIndex::Number of) { return record_of(of); });
+    if (document.record == 0) continue;
+    records_.make_room(number, documents_.first(), [&](HashIndex::Number of) { return record_of(of); });
+    records_.put(number, document.record);
   }
   for (const Document& document : erased_) dropped_tokens_ += document.end - document.begin;
   pass_erased();

@@ -101,7 +101,7 @@ std::shared_ptr<Group> CacheEntries::group(Names names, const std::shared_ptr<Te
   if (!names.session) return nullptr;
   const std::string root = root_of(names);
   const auto found = family(root, tenant, names);
-  if (root != *names.session) tenant->groups.insert(found->key);
+  if (root != *names.session) found->tenant->groups.insert(found->key);
   return found;
 }
 

@@ -38,8 +38,10 @@ class PositionMap {
   Position* add(std::uint64_t hash, Position position) {
     if (const Entry* const known = find(hash)) return &const_cast<Entry*>(known)->position;
     const auto number = static_cast<HashIndex::Number>(entries_.size());
+    const bool indexed = number >= kSearched;
+    if (indexed) index_.make_room(number, 0, [&](HashIndex::Number of) { return hash_of(of); });
     entries_.push_back({hash, position});
-    if (number >= kSearched) index_.insert(number, 0, [&](HashIndex::Number of) { return hash_of(of); });
+    if (indexed) index_.put(number, hash);
     return nullptr;
   }
 

@@ -31,15 +31,16 @@ class HashIndex {
     return std::nullopt;
   }
 
-  // Adds the item with the highest number so far. `oldest`: the lowest number of an item that is still there.
+  // Makes room for the item that comes next, whose number is the highest so far: call it in front of put(), before the
+  // item is there, because it may throw. `oldest`: the lowest number of an item that is still there.
   template <class HashOf>
-  void insert(Number number, Number oldest, HashOf hash_of) {
-    const std::optional<std::uint64_t> hash = hash_of(number);
-    if (!hash || number + 1 == 0) return;
+  void make_room(Number number, Number oldest, HashOf hash_of) {
     if (!larger_ && 2 * (table_.used + 1) > table_.slots.size()) grow(number, oldest);
     if (larger_) move_some(oldest, hash_of);
-    table_.put(number, *hash);
-    if (larger_) larger_->table.put(number, *hash);
+  }
+  void put(Number number, std::uint64_t hash) {
+    table_.put(number, hash);
+    if (larger_) larger_->table.put(number, hash);
   }
 
   // Removes an item, whose hash must still be known.
@@ -67,6 +68,7 @@ class HashIndex {
     std::size_t behind(std::size_t slot) const { return (slot + 1) & (slots.size() - 1); }
 
     void put(Number number, std::uint64_t hash) {
+      if (number + 1 == 0) return;
       std::size_t slot = home(hash);
       while (slots[slot] != 0) slot = behind(slot);
       slots[slot] = number + 1;
@@ -76,7 +78,7 @@ class HashIndex {
     template <class HashOf>
     void erase(Number number, HashOf hash_of) {
       const std::optional<std::uint64_t> hash = hash_of(number);
-      if (!hash || slots.empty()) return;
+      if (!hash || slots.empty() || number + 1 == 0) return;
       std::size_t hole = home(*hash);
       while (slots[hole] != number + 1) {
         if (slots[hole] == 0) return;

@@ -38,8 +38,9 @@ class Queue {
   std::size_t place_of(Number number) const { return static_cast<Number>(number - first()); }
 
   void push_back(const T& item) { items_.push_back(item); }
-  void pop_front() {
-    ++head_;
+  void pop_back() { items_.resize(items_.size() - 1); }
+  void pop_front(std::size_t count = 1) {
+    head_ += count;
     if (empty()) return clear();
     items_.release_front(head_);
     if (items_.mapped() || head_ < kMostWaste || 2 * head_ < items_.size()) return;
