@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
+import httpx
+import openai
 import pytest
 
 from agentspec import AgentClient, ConfigurationError, InvalidInputError, InvalidSessionError
@@ -129,6 +131,14 @@ def test_a_header_is_sent_once_however_the_caller_spells_it() -> None:
     assert builder.build(call, [])["extra_headers"] == ours
     options: dict[str, Any] = connect(dict, "http://localhost:8000/v1", None, {"default_headers": theirs})
     assert options["default_headers"] == ours
+
+
+@pytest.mark.parametrize(("status", "again"), [(404, False), (499, False), (500, True), (503, True)])
+def test_a_server_whose_probe_fails_is_asked_again_only_where_that_may_help(status: int, again: bool) -> None:
+    builder = RequestBuilder("small", "auto", True)
+    response: Any = httpx.Response(status, request=httpx.Request("GET", "http://localhost:8000/v1/agentspec"))
+    builder.learn(openai.APIStatusError("failed", response=response, body=None))
+    assert (builder._ask_at < float("inf")) == again and not builder.extension
 
 
 def test_an_id_that_no_header_can_carry_arrives_whole_in_the_body(server: FakeServer) -> None:

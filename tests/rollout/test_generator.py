@@ -227,6 +227,12 @@ def test_each_epoch_that_lacks_samples_is_announced(tmp_path: Path) -> None:
     assert not plain.told
 
 
+def test_each_epoch_has_seeds_of_its_own(tmp_path: Path) -> None:
+    engine = Engine()
+    run(tmp_path / "a.jsonl", Plan(samples=2, epochs=2, seed=1), engine)
+    assert len({params.seed for _, params in engine.asked}) == 12
+
+
 def test_a_seed_belongs_to_the_sample_and_not_to_the_order(tmp_path: Path) -> None:
     whole, half = Engine(), Engine()
     run(tmp_path / "a.jsonl", Plan(samples=2, seed=1), whole)

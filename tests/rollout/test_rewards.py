@@ -245,16 +245,19 @@ def test_a_thread_that_cannot_be_started_costs_its_samples_reward(
     assert (figures[0].rewarded, figures[0].reward_errors) == (5, 1)
 
 
-def test_what_an_interrupted_run_left_is_not_in_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_what_an_interrupted_run_left_is_not_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     with Journal(tmp_path / "r.jsonl") as journal:
         engine = OfflineEngine(LLM(Engine(batch=64)))
         generator = RolloutGenerator(engine, journal, reward=lambda problem, sample: 1.0)
         with monkeypatch.context() as patched:
             patched.setattr(Journal, "write", interrupt)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(type(error)):
                 list(generator.run(PROBLEMS, Plan(samples=20)))
         (figures,) = generator.run(PROBLEMS, Plan(samples=20))
         assert (len(journal), figures.finished, figures.rewarded) == (60, 60, 60)
@@ -366,6 +369,16 @@ def test_what_has_no_reward_is_scored_by_the_next_run(tmp_path: Path) -> None:
     assert (figures[0].mean_reward, figures[0].reward_errors) == (0.5, 0)
     figures, _ = run(path, Plan(samples=2))  # without a reward function
     assert (figures[0].mean_reward, figures[0].reward_errors) == (0.5, 0)
+
+
+def test_samples_of_other_problems_are_not_scored(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(path, Plan(samples=2))
+    with Journal(path) as journal:
+        engine = OfflineEngine(LLM(Engine()))
+        generator = RolloutGenerator(engine, journal, reward=lambda problem, sample: 1.0)
+        (figures,) = generator.run(PROBLEMS[:1], Plan(samples=2))
+        assert (figures.rewarded, len(journal.without_reward())) == (2, 4)
 
 
 def test_a_kill_while_samples_are_scored_again_keeps_what_was_scored(

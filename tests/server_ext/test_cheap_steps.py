@@ -46,6 +46,19 @@ class TestTakingDrafts:
     def test_the_drafts_when_there_are_some(self) -> None:
         assert self.take(nothing=False) == "vLLM's answer"
 
+    def test_they_are_asked_for_again_behind_a_step_without_any(self) -> None:
+        scheduler, asked = SimpleNamespace(spec_decode_metrics_level="none"), []
+        spec = SimpleNamespace(method="custom_class", model=PROPOSER_PATH)
+        core = SimpleNamespace(
+            scheduler=scheduler, output_queue=None, vllm_config=SimpleNamespace(speculative_config=spec)
+        )
+        for nothing in (True, False, True):
+            output = SimpleNamespace()
+            setattr(output, cheap_steps._NO_DRAFTS, nothing)
+            cheap_steps.update_from_output(lambda *_: {}, scheduler, None, output)
+            cheap_steps.post_step(lambda core, executed, at=nothing: asked.append(at), core, True)
+        assert asked == [False]
+
     def test_under_asynchronous_scheduling_it_stays_vllms(self) -> None:
         assert self.take(nothing=True, asynchronous=True) == "vLLM's answer"
 

@@ -90,6 +90,17 @@ def test_an_erasure_reaches_the_others_at_once(start: Start, tmp_path: Path) -> 
     assert a.drafts(text(500, 5), "s") == text(505, 4)
 
 
+def test_what_others_erased_is_hidden_in_detailed_figures(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejected tokens of other requests may quote it."""
+    a, b = start(), start()
+    meet(a, b)
+    hidden: list[tuple[str, set[str | None]]] = []
+    traces = a.engine._sessions._traces
+    monkeypatch.setattr(traces, "erase", lambda session, tenants: hidden.append((session, set(tenants))))
+    b.erase("s")
+    a.wait(lambda: ("s", {TENANT}) in hidden)
+
+
 @pytest.mark.alone
 def test_an_erasure_is_known_to_the_others_within_a_moment(start: Start) -> None:
     a, b = start(), start()

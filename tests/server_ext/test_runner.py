@@ -15,6 +15,7 @@ from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsPar
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.fusion.draft_model import Int64, ModelDraft
@@ -86,6 +87,13 @@ class TestReturnedTokens:
         repetition = RepetitionDetectionParams(max_pattern_size=3, min_count=4)
         state = finished(output, max_tokens=200, min_tokens=begins + least, repetition_detection=repetition)
         assert returned_tokens(state) == min(begins + end, 200)
+
+    def test_a_repetition_may_end_with_the_first_token_of_the_longest_step(self) -> None:
+        repetition = RepetitionDetectionParams(max_pattern_size=3, min_count=4)
+        for behind in (MAX_DRAFT - 1, MAX_DRAFT):  # tokens that were verified behind it
+            output = [*range(100, 150), *([7, 8] * 80)[: 8 + behind]]
+            state = finished(output, max_tokens=300, repetition_detection=repetition)
+            assert returned_tokens(state) == 58
 
 
 def test_the_length_of_a_response_is_waited_for_where_a_stop_text_may_have_ended_it() -> None:

@@ -80,6 +80,7 @@ def test_a_store_that_is_emptied_takes_the_servers_secret_again_but_not_the_envi
     with RedisServer() as server:
         settings, environ = Settings(store=server.url), dict[str, str]()
         for given in ({}, {"AGENTSPEC_SECRET": "0123456789abcdef"}):
+            server.client().flushall()
             secret = server_secret(settings, environ | given)
             with closing(open_store(server.url)) as store:
                 keep_secret(store, secret, given)

@@ -3,7 +3,7 @@
 import json
 import logging
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from agentspec.cache.store import open_store
 from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.identity import Identity
 
 from .session_server import ADA, ADMIN, BOB, TEXT, Start, start
@@ -156,12 +157,20 @@ class TestErasure:
         server = start(ADA, engines=1)
         monkeypatch.setattr(server.engines[0]._persistence, "save", lambda turn, identity: None)
         with_adapter = server.identity(ADA, "one", adapter="tuned@/adapters/tuned")
+        hidden, erase = set[str | None](), Traces.erase
+
+        def noting(traces: Traces, session: str, tenants: Collection[str | None]) -> None:
+            hidden.update(tenants)
+            erase(traces, session, tenants)
+
+        monkeypatch.setattr(Traces, "erase", noting)
         server.say(with_adapter)
         assert server.draws_on(with_adapter)
         assert server.erase(ADA, "one").status_code == 200
         assert not server.drafts(with_adapter)
         persistence = server.engines[0]._persistence
         assert with_adapter.session in persistence._store.tombstones(persistence.logs.of(with_adapter.tenant))
+        assert with_adapter.tenant in hidden  # rejected tokens in its detailed figures may quote the session
 
     def test_the_logs_of_other_tenants_are_told_nothing_of_it(self, start: Start) -> None:
         """Otherwise each erasure would write into the log of every tenant that the server knows."""

@@ -92,6 +92,18 @@ def test_a_session_that_was_indexed_beforehand_is_not_adopted_while_it_is_erased
     assert cache.has_session(None, "s") == (turns.adopted == 1) == (erased == "not at all")
 
 
+def test_a_session_that_was_indexed_beforehand_is_not_adopted_once_it_is_forgotten() -> None:
+    """Its erasure ended while it waited for the engine."""
+    loader, cache = BackgroundLoader(MemoryStore()), SuffixCache()
+    turns = StoredTurns(cache, loader, lambda log, session: False)
+    records = [turn("s", number) for number in range(3)]
+    prepared = cache.prepare([turn_of(record) for record in records])
+    loader.ready.put(Loaded(Wanted(NS, session="s"), records, prepared=prepared), set())
+    loader.forget("s")
+    assert (turns.apply(1.0), turns.adopted) == (0, 0)
+    assert not cache.has_session(None, "s") and not turns.has_ready()
+
+
 def test_what_is_forgotten_of_the_turns_in_hand_is_not_applied() -> None:
     loader, cache = BackgroundLoader(MemoryStore()), SuffixCache()
     turns = StoredTurns(cache, loader, lambda log, session: False)

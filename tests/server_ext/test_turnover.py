@@ -295,6 +295,17 @@ def test_a_response_ends_where_its_caller_was_told(
     assert figures(rows, "a0")["tokens"] == 3
 
 
+def test_a_response_whose_length_was_not_told_yet_is_stored_when_the_engine_stops(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.server_ext.requests.running._TOLD_SECONDS", 1000.0)
+    rows.begin("a0")
+    rows.step()
+    rows.end("a0", may_be_shorter=True)
+    rows.engine.close()
+    assert rows.persistence._writer.stats().persisted == 1
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_response_whose_length_nobody_tells_is_kept_whole(
     rows: Rows, monkeypatch: pytest.MonkeyPatch, closed: bool
