@@ -71,13 +71,13 @@ METHODS = {
     "suffix": Method("agentspec"),
     "speculator": Method("agentspec", {"speculator": "", "arctic_suffix_rule": {"max_spec_factor": 0.0}}),
     "hybrid": Method("agentspec", {"speculator": ""}),
-    "hybrid, not scoring": Method("agentspec", {"speculator": "", "score_suffix_drafts": False}),
+    "hybrid-not-scoring": Method("agentspec", {"speculator": "", "score_suffix_drafts": False}),
 }
 for _drafter in DRAFTERS:
     METHODS[_drafter] = Method("none", drafter=_drafter)
     METHODS[f"{_drafter}+trees"] = Method("agentspec", drafter=_drafter)
     METHODS[f"{_drafter}+threshold"] = Method("agentspec", drafter=_drafter, prepare=fix_threshold)
-DEFAULT_METHODS = ("none", "ngram", "suffix", "speculator", "hybrid", "hybrid, not scoring")
+DEFAULT_METHODS = ("none", "ngram", "suffix", "speculator", "hybrid", "hybrid-not-scoring")
 SINGLE = ("none", "ngram", "suffix", "speculator")
 WORKLOADS = ("repetitive", "fresh", "mixed")
 _FIRST_SEEDS = {"warm-up": 2_000, "repetitive": 3_000, "fresh": 4_000, "mixed": 5_000}
@@ -267,7 +267,7 @@ def compare(load: str, methods: dict[str, ReplayResult], prices: Prices | None =
         rate = (lambda name: methods[name].tokens_per_second) if prices is None else lambda n: prices.rate(methods[n])
         return max((name for name in parts if name in methods), key=rate)
 
-    pairs = [("scoring", "hybrid", "hybrid, not scoring")]
+    pairs = [("scoring", "hybrid", "hybrid-not-scoring")]
     if "hybrid" in methods and methods.keys() & set(SINGLE):
         pairs.insert(0, ("hybrid / best single", "hybrid", better(SINGLE)))
     for drafter in DRAFTERS:

@@ -7,6 +7,7 @@ Import the file in Grafana (Dashboards, New, Import) and choose the Prometheus t
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -196,5 +197,6 @@ def _panel(title: str, unit: str, description: str, queries: Sequence[tuple[str,
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(build(), encoding="utf-8")
     print(f"written: {TARGET}")

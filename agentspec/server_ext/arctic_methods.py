@@ -51,6 +51,22 @@ class Translation:
     settings: dict[str, Any]
 
 
+def with_model(additional: dict[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the ``additional_config`` with the draft model that one of METHODS names, if any, as its speculator.
+
+    So that the settings can be checked before the method is translated: some belong to a speculator.
+    """
+    given = {} if config is None else dict(config)
+    section = additional.get("agentspec", {})
+    if (
+        given.get("method") not in METHODS
+        or not isinstance(given.get("model"), str)
+        or not isinstance(section, Mapping)
+    ):
+        return additional
+    return {**additional, "agentspec": {"speculator": given["model"], **section}}
+
+
 def translate(config: Mapping[str, Any], max_draft: int | None = None) -> Translation:
     """Translate a speculative config of one of METHODS.
 

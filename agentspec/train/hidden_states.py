@@ -80,9 +80,15 @@ class Target:
         logging.disable_progress_bar()
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=kind, output_loading_info=True)
         except (*UNREADABLE, ImportError) as error:
             raise _unusable(name, error) from error
+        model, report = loaded
+        if lacking := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):  # they would be random
+            raise ConfigurationError(
+                f"model.name_or_path {name}: {len(lacking)} of its weights are missing or of another shape, such as "
+                f"{lacking[0]}; download it again, or name the whole model, not a part or a head of it"
+            )
         with fitting("model.name_or_path", "a smaller model, or take a larger device"):
             self._model = model.to(device).eval()
         self._device = device

@@ -24,7 +24,7 @@ def test_the_hybrid_is_set_against_the_best_single_method() -> None:
         "suffix": measured([2.0, 2.0, 2.0], steps=40),
         "speculator": measured([2.5, 2.5, 2.5]),
         "hybrid": measured([1.0, 1.0, 1.0], steps=20),
-        "hybrid, not scoring": measured([1.5, 1.0, 0.8], steps=25),
+        "hybrid-not-scoring": measured([1.5, 1.0, 0.8], steps=25),
     }
     best, scoring = hybrid.compare("mixed", methods)
     assert (best["against"], best["ratio"], best["steps_ratio"], best["noise"]) == ("suffix", 2.0, 2.0, 0.0)

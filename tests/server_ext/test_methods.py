@@ -319,3 +319,17 @@ class TestSwitch:
     def test_another_value_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="AGENTSPEC='yes': 1 lets"):
             speculative_config.switch_on(None, None, None, {"AGENTSPEC": "yes"})
+
+
+@pytest.mark.parametrize(("name", "value"), [("dtype", "float16"), ("tokens", 2), ("fp8", "all")])
+def test_settings_of_the_speculator_that_the_method_names_are_its_settings(name: str, value: object) -> None:
+    config = {"method": "arctic", "model": "a/speculator", "num_speculative_tokens": 3}
+    additional = {"agentspec": {f"speculator_{name}": value}}
+    arguments = ["m", "--speculative-config", json.dumps(config), "--additional-config", json.dumps(additional)]
+    done = serve_arguments(arguments, {}, environ={})
+    section = json.loads(done[done.index("--additional-config") + 1])["agentspec"]
+    assert (section["speculator"], section[f"speculator_{name}"]) == ("a/speculator", value)
+    setting: dict[str, Any] = {f"speculator_{name}": value}
+    engine_options(speculative_config=config, **setting)
+    with pytest.raises(ConfigurationError, match="there is no speculator"):
+        engine_options(**setting)

@@ -94,3 +94,14 @@ def test_a_target_that_does_more_than_its_head_has_none(target: Path) -> None:
 def test_a_missing_target_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"model\.name_or_path: .*nowhere"):
         target_shape(str(tmp_path / "nowhere"))
+
+
+def test_a_target_that_lacks_weights_is_refused(target: Path, tmp_path: Path) -> None:
+    """transformers makes them up, and a speculator would be trained on random hidden states."""
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    weights = {name: value for name, value in model.state_dict().items() if "layers.0.mlp.up_proj" not in name}
+    model.save_pretrained(tmp_path / "part", state_dict=weights)
+    with pytest.raises(
+        ConfigurationError, match=r"1 of its weights are missing .*such as model\.layers\.0\.mlp\.up_proj"
+    ):
+        Target(str(tmp_path / "part"), "float32", CPU)

@@ -23,7 +23,7 @@ from typing import Any
 from agentspec.cache.store.urls import is_sqlite
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
 from agentspec.files import is_path
-from agentspec.server_ext.arctic_methods import METHODS, translate
+from agentspec.server_ext.arctic_methods import METHODS, translate, with_model
 from agentspec.server_ext.figures.step_record import make_record
 from agentspec.server_ext.identity.callers import ApiKeysFile
 from agentspec.server_ext.identity.server_secrets import check_secrets
@@ -81,7 +81,7 @@ def serve_arguments(
     method = line.take_object(*_SPECULATIVE_FLAGS)
     config = None if method is None else with_underscores(method)
     additional = line.take_object("--additional-config") or {}
-    given = load_settings(additional)  # report wrong settings now
+    given = load_settings(with_model(additional, config))  # report wrong settings now
     if config is not None and config.get("method") in METHODS:
         translation = translate(config, max_draft or given.max_draft)
         check_given_limit(translation.max_draft)

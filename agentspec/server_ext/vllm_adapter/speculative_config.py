@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.arctic_methods import METHODS, translate
+from agentspec.server_ext.arctic_methods import METHODS, translate, with_model
 from agentspec.server_ext.figures.step_record import make_record
 from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings, settle_store
@@ -45,7 +45,7 @@ def engine_options(
     check_given_limit(max_draft)
     given = {**settings, "max_draft": max_draft}
     additional = {"agentspec": {name: value for name, value in given.items() if value is not None}}
-    load_settings(additional)
+    load_settings(with_model(additional, speculative_config))
     config = own_config() if speculative_config is None else dict(speculative_config)
     return {"speculative_config": config, "additional_config": additional}
 
@@ -162,7 +162,7 @@ def translate_method(engine_args: Any) -> None:
     method = config.get("method")
     if method not in METHODS or (not _has_settings(engine_args) and _has_arctic_inference()):
         return
-    translation = translate(config, load_settings(additional).max_draft)
+    translation = translate(config, load_settings(with_model(additional, config)).max_draft)
     check_given_limit(translation.max_draft)
     given = {**translation.settings, **(additional.get("agentspec") or {})}
     additional["agentspec"] = given if translation.max_draft is None else {**given, "max_draft": translation.max_draft}
