@@ -228,3 +228,12 @@ def test_a_server_that_does_not_draft_shows_vllms_figures_only(monkeypatch: pyte
     scraped.app.state.agentspec_engine = None  # vLLM's render server
     assert scraped.client.get("/metrics").content == VLLMS
     assert scraped.asked == 0
+
+
+def test_evicting_the_figures_of_an_old_call_leaves_those_of_a_later_one_with_its_id() -> None:
+    metrics = Metrics(max_bytes=1)
+    first, second = metrics.begin("same", None, "one"), metrics.begin("same", None, "two")
+    metrics.add_step(second, 3, [0], [0])
+    metrics.end(first)  # and forgets it, because there is no room
+    found = metrics.request("same", None)
+    assert found is not None and found["tokens"] == 3
