@@ -29,7 +29,19 @@ def is_number(value: object) -> TypeGuard[int]:
 
 def is_text(value: object) -> TypeGuard[str]:
     """Return whether a value is a string that UTF-8 can hold: one without half of a surrogate pair."""
-    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_below(name: str, value: object, limit: int) -> None:
+    """Raise InvalidInputError, naming the argument, unless the value is a whole number from 0 to ``limit`` - 1."""
+    if not (is_number(value) and 0 <= value < limit):
+        raise InvalidInputError(f"{name}={value!r}: give a number from 0 to {limit - 1}")
 
 
 def check_text(name: str, value: object) -> None:
@@ -113,13 +125,9 @@ def as_turn(turn: FinishedTurn, vocab_size: int) -> tuple[tuple[int, int, int], 
 
     Raises InvalidInputError or InvalidTokenError for a turn that cannot be right.
     """
-    for field, value, limit in (
-        ("kept", turn.kept, 2**32),
-        ("parent", turn.parent, 2**64),
-        ("block", turn.block, 2**64),
-    ):
-        if not (is_number(value) and 0 <= value < limit):
-            raise InvalidInputError(f"{field}={value!r}: give a number from 0 to {limit - 1}")
+    check_below("kept", turn.kept, 2**32)
+    check_below("parent", turn.parent, 2**64)
+    check_below("block", turn.block, 2**64)
     if turn.kept == 0 != turn.parent:
         raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
     tail = as_prompt(turn.prompt_tail, "prompt_tail", vocab_size)

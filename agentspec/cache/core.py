@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agentspec.cache.arguments import MAX_VOCAB, TokenIds, as_tokens, is_number
+from agentspec.cache.arguments import MAX_VOCAB, TokenIds, as_tokens, check_below
 from agentspec.cache.types import UInt64Array
-from agentspec.errors import ConfigurationError, InvalidInputError, first_line
+from agentspec.errors import ConfigurationError, first_line
 
 try:
     from agentspec.cache import _native as native
@@ -59,7 +59,6 @@ def context_hashes(tokens: TokenIds, parent: int = 0, kept: int = 0) -> UInt64Ar
     The context goes on behind `kept` tokens that hash to `parent`. A turn's `parent` and `block` are such hashes.
     Raises InvalidTokenError for an illegal token, and InvalidInputError for a parent or a length that cannot be.
     """
-    for name, value, limit in (("parent", parent, 2**64), ("kept", kept, 2**32)):
-        if not (is_number(value) and 0 <= value < limit):
-            raise InvalidInputError(f"{name}={value!r}: give a number from 0 to {limit - 1}")
+    check_below("parent", parent, 2**64)
+    check_below("kept", kept, 2**32)
     return native.context_hashes(as_tokens(tokens, "tokens", MAX_VOCAB), parent, kept)

@@ -37,7 +37,7 @@ std::optional<std::uint64_t> Corpus::record_of(HashIndex::Number number) const {
 
 bool Corpus::holds(std::uint64_t record) const {
   const auto is_held = [&](HashIndex::Number number) { return documents_.place_of(number) >= evicted_; };
-  return records_.find(record, [&](HashIndex::Number number) { return record_of(number); }, is_held).has_value();
+  return records_.find(record, by_record(), is_held).has_value();
 }
 
 void Corpus::add(const std::string* session, std::uint64_t record, std::span<const Token> context,
@@ -45,7 +45,7 @@ void Corpus::add(const std::string* session, std::uint64_t record, std::span<con
   const auto begin = static_cast<Position>(index_.size());
   const auto end = static_cast<Position>(begin + 1 + context.size() + response.size());
   const HashIndex::Number number = documents_.next();
-  records_.make_room(number, documents_.first(), [&](HashIndex::Number of) { return record_of(of); });
+  records_.make_room(number, documents_.first(), by_record());
   documents_.push_back({session ? hash_of(*session) : 0, record, begin, end, written});
   try {
     index_.append_boundary();
@@ -131,8 +131,7 @@ bool Corpus::drop_some(Erasure& erasure) {
     --left;
     if (document.session != erasure.session || document.erased()) continue;  // evicted ones may still be in the index
     left -= std::min(left, kDropCost);
-    records_.erase(documents_.first() + static_cast<HashIndex::Number>(place),
-                   [&](HashIndex::Number number) { return record_of(number); });
+    records_.erase(documents_.first() + static_cast<HashIndex::Number>(place), by_record());
     if (place >= evicted_) drop(document);
     erased_.push_back(document);
     document = {0, 0, document.end, document.end, document.written};
@@ -164,7 +163,7 @@ std::size_t Corpus::sweep(std::size_t budget) {
     if (erased) {
       erased_.pop_front();
     } else {
-      records_.erase(documents_.first(), [&](HashIndex::Number number) { return record_of(number); });
+      records_.erase(documents_.first(), by_record());
       documents_.pop_front();
       --evicted_;
       pass_erased();
@@ -213,7 +212,7 @@ void Corpus::restore(SnapshotReader& reader) {
     (place < evicted_ ? dropped_tokens_ : tokens_) += document.end - document.begin;
     held_ += place >= evicted_ && !document.erased();
     if (document.record == 0) continue;
-    records_.make_room(number, documents_.first(), [&](HashIndex::Number of) { return record_of(of); });
+    records_.make_room(number, documents_.first(), by_record());
     records_.put(number, document.record);
   }
   for (const Document& document : erased_) dropped_tokens_ += document.end - document.begin;

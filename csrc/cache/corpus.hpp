@@ -89,6 +89,9 @@ class Corpus {
   void drop(const Document& document);
   void pass_erased();
   std::optional<std::uint64_t> record_of(HashIndex::Number number) const;
+  auto by_record() const {  // for the calls of records_
+    return [this](HashIndex::Number number) { return record_of(number); };
+  }
 
   SuffixIndex index_;
   // In the order of the text: first those that were evicted and not removed yet, then those that it holds. What is

@@ -104,7 +104,7 @@ class SetAside:
 
     def refused_logs(self) -> int:
         """Return how many logs the store refuses."""
-        return sum(is_log(name) and part.breaker.state != "closed" for name, part in self._parts.items())
+        return sum(map(self.is_refused, self._parts))
 
     def is_refused(self, part: str) -> bool:
         """Return whether a part is a log that counts as refused."""
@@ -162,7 +162,7 @@ class SetAside:
         """
         held = self._parts[part]
         if not held.appends:
-            if not _is_refused(part, held):
+            if not _takes_nothing(part, held):
                 del self._parts[part]
             return []
         items = held.take()
@@ -199,17 +199,17 @@ class SetAside:
 
     def _make_room(self) -> None:
         """Forget refused logs for which no record waits, those refused longest ago first, until one more has room."""
-        idle = [name for name, part in self._parts.items() if not part.appends and _is_refused(name, part)]
+        idle = [name for name, part in self._parts.items() if not part.appends and _takes_nothing(name, part)]
         for name in idle[: max(0, len(idle) + 1 - REFUSED_LOGS)]:
             del self._parts[name]
 
     def _waited_for(self) -> list[tuple[str, _Part]]:
         """Return the parts to try: all but refused logs for which no record waits."""
-        return [(name, part) for name, part in self._parts.items() if part.appends or not _is_refused(name, part)]
+        return [(name, part) for name, part in self._parts.items() if part.appends or not _takes_nothing(name, part)]
 
 
-def _is_refused(name: str, part: _Part) -> bool:
-    """Return whether a part is a log whose latest record was refused."""
+def _takes_nothing(name: str, part: _Part) -> bool:
+    """Return whether a part is a log whose latest record was refused, be it the first one."""
     return is_log(name) and part.breaker.failing
 
 
