@@ -49,6 +49,16 @@ class TestCalibrator:
                 calibrator.learn(calibrator.own(5, 0, 0.5), accepted)
         assert calibrator.own(5, 0, 0.5).probability < 0.15
 
+    def test_an_observation_may_stand_for_several(self) -> None:
+        often, rarely = AcceptanceCalibrator(), AcceptanceCalibrator()
+        for number in range(320):
+            often.learn(often.own(5, 0, 0.9), accepted=number % 2 == 0)
+        for number in range(10):
+            rarely.learn(rarely.own(5, 0, 0.9), number % 2 == 0, stands_for=32)
+        assert rarely.own(5, 0, 0.9).probability == pytest.approx(often.own(5, 0, 0.9).probability)
+        assert rarely.worth(1) == pytest.approx(often.worth(1))
+        assert rarely.stats()["own"] == {"seen": 10, "right": 5}
+
     def test_both_opinions_are_weighed_by_what_they_were_worth(self) -> None:
         """The model is right where both differ: its tokens gain, the suffix indexes' lose, agreed ones stay."""
         calibrator = AcceptanceCalibrator()

@@ -137,6 +137,29 @@ class TestFusion:
         assert decode(fusion, cache, [1, 2, 3], text, oracle, unit=1e-5).steps >= len(text) - 8
         assert len(oracle.launched) < 100
 
+    def test_a_slow_model_that_was_useless_for_a_while_comes_back(self, cache: SuffixCache, clock: Clock) -> None:
+        """A run takes half a step, and the model is as sure of itself as ever while all that it drafts is wrong."""
+
+        class Slow(Oracle):
+            def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
+                clock.now += 0.5
+                return super().launch(rows, proposals)
+
+        fusion, random = DraftFusion(cache), np.random.default_rng(6)
+
+        def steps(tokens: int, right: float) -> int:
+            text = random.integers(10, VOCABULARY, tokens).tolist()
+            return decode(fusion, cache, [1, 2, 3], text, Slow(text, right)).steps
+
+        steps(3000, 0.9)
+        usual = steps(500, 0.9)
+        steps(6000, 0.0)
+        runs = fusion.runs
+        assert steps(1000, 0.0) > 990
+        assert fusion.runs - runs < 50, "it rests"
+        steps(2500, 0.9)
+        assert steps(500, 0.9) < 1.1 * usual
+
     def test_repeated_text_is_copied_in_long_drafts_whatever_the_model_says(self, cache: SuffixCache) -> None:
         text = TEXT[:300]
         fusion = DraftFusion(cache)

@@ -201,6 +201,12 @@ class TestServe:
         with pytest.raises(SpeculatorError, match=f"{speculator}: num_speculative_tokens: 1 to 3 .*, got 4"):
             self.served({**ARCTIC, "model": speculator, "num_speculative_tokens": 4})
 
+    @pytest.mark.parametrize(("method", "named"), [("eagle3", "method 'eagle3'"), (None, "vLLM's methods")])
+    def test_a_speculator_under_another_method_shows_before_vllm_starts(self, method: str | None, named: str) -> None:
+        config = {"model": str(Path(__file__).parents[2] / "demo" / "drafter"), "num_speculative_tokens": 3}
+        with pytest.raises(ConfigurationError, match=rf"{named} cannot run: give it as .*\"arctic\".*speculator\.md"):
+            self.served(config if method is None else {**config, "method": method})
+
     def test_a_folder_that_holds_no_speculator_shows_before_vllm_starts(self, tmp_path: Path) -> None:
         with pytest.raises(SpeculatorError, match=r"config\.json"):
             self.served({**ARCTIC, "model": str(tmp_path)})

@@ -51,7 +51,7 @@ class TestScheduler:
         for rows in (1, 2, 4, 8):
             scheduler.time.observe(rows, seconds)
         for _ in range(400):
-            scheduler.learn(request(), promised, gain)
+            scheduler.gains.learn(request(), promised, gain)
         return scheduler
 
     def test_it_runs_before_anything_is_known(self) -> None:
@@ -69,7 +69,7 @@ class TestScheduler:
     def test_only_rows_whose_suffix_indexes_promise_little_are_chosen(self) -> None:
         scheduler = self.taught(0.5)
         for _ in range(400):
-            scheduler.learn(request(), 5.0, -0.1)
+            scheduler.gains.learn(request(), 5.0, -0.1)
         assert scheduler.choose([request() for _ in range(3)], [5.0, 0.0, 5.0], [2, 1, 2], Pace(1.0, 0.010)) == [1]
 
     def test_rows_that_pay_only_together_are_run_together(self) -> None:
@@ -83,10 +83,11 @@ class TestScheduler:
         scheduler = self.taught(-0.2)
         usual, good = request("usual"), request("good")
         for _ in range(40):
-            scheduler.learn(good, 0.0, 1.0)
+            scheduler.gains.learn(good, 0.0, 1.0)
         pace = Pace(1.0, 0.010)
         assert scheduler.choose([usual, good], [0.0, 0.0], [1, 1], pace) == [1]
-        assert scheduler.gain(request("good"), 0.0) == scheduler.gain(usual, 0.0), "an id used again is another request"
+        again = request("good")
+        assert scheduler.gains.of(again, 0.0) == scheduler.gains.of(usual, 0.0), "an id used again is another request"
 
     def test_a_trial_now_and_then_takes_a_hundredth_of_the_time(self) -> None:
         scheduler = self.taught(-0.1)
@@ -101,9 +102,44 @@ class TestScheduler:
         runs, state = 0, request()
         for _ in range(5000):
             if scheduler.choose([state], [0.0], [1], pace):
-                scheduler.learn(state, 0.0, 1.0)
+                scheduler.gains.learn(state, 0.0, 1.0)
                 runs += 1
         assert runs > 4000
+
+    def test_a_slow_model_that_has_become_useful_is_found_out_in_a_few_trials(self) -> None:
+        """Where a run takes half a step, one step in fifty may be a trial."""
+        scheduler = self.taught(-0.1, seconds=0.005)
+        runs, state = 0, request()
+        for _ in range(1000):
+            if scheduler.choose([state], [0.0], [1], Pace(1.0, 0.010)):
+                scheduler.gains.learn(state, 0.0, 1.0)
+                runs += 1
+        assert runs > 800
+
+    def test_a_trial_counts_for_the_rows_of_its_kind_alone(self) -> None:
+        """While it runs for rows of which little is promised, nothing is known anew about the others."""
+        scheduler = self.taught(1.0)
+        for _ in range(4000):
+            scheduler.gains.learn(request(), 5.0, -0.5)
+        for _ in range(100):
+            assert scheduler.choose([request(), request()], [0.0, 5.0], [1, 2], Pace(1.0, 0.010)) == [0]
+            scheduler.gains.learn(request(), 0.0, 1.0)
+        assert scheduler.stands_for == 1, "it ran in every step"
+        scheduler.gains.learn(request(), 0.0, 0.0)
+        assert scheduler.gains.of(request(), 0.0) == pytest.approx(1.0 - 1 / 256)
+        scheduler.gains.learn(request(), 5.0, 1.5)
+        assert scheduler.gains.of(request(), 5.0) == pytest.approx(-0.5 + 2.0 * 32 / 256)
+
+    def test_a_run_stands_for_the_steps_without_one(self) -> None:
+        scheduler = self.taught(-0.1, seconds=0.005)
+        runs = [bool(scheduler.choose([request()], [0.0], [1], Pace(1.0, 0.010))) for _ in range(20)]
+        assert not any(runs)
+        while not scheduler.choose([request()], [0.0], [1], Pace(1.0, 0.010)):
+            pass
+        assert scheduler.stands_for == 32, "at most that many, of the fifty"
+        scheduler.gains.learn(request(), 0.0, 60.0)
+        assert scheduler.choose([request()], [0.0], [1], Pace(1.0, 0.010)) == [0]
+        assert scheduler.stands_for == 1
 
 
 class TestPasses:
@@ -115,7 +151,7 @@ class TestPasses:
         for tokens in (0, 1, 3):
             scheduler.passes.observe(1, tokens, first + tokens * further)
         for _ in range(400):
-            scheduler.learn(request(), 0.0, gain)
+            scheduler.gains.learn(request(), 0.0, gain)
         return scheduler
 
     @staticmethod
@@ -171,7 +207,7 @@ class TestPasses:
     def test_it_stops_where_the_suffix_indexes_are_sure(self) -> None:
         scheduler = self.taught(1.8)
         for _ in range(400):
-            scheduler.learn(request(), 6.0, 0.0)
+            scheduler.gains.learn(request(), 6.0, 0.0)
         assert self.choose(scheduler, promised=6.0) == 0
         assert self.choose(scheduler, promised=0.0) == 3
 

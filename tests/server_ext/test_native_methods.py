@@ -14,6 +14,7 @@ from agentspec.server_ext.vllm_adapter.speculative_config import engine_options,
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+SPECULATOR = str(MODEL.parent / "drafter")
 BESIDE = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 3}
 
 
@@ -78,6 +79,7 @@ class TestConfiguration:
             ({**NGRAM, "num_speculative_tokens": 129}, {}, "num_speculative_tokens 129: .* at most 128"),
             ({**NGRAM, "rejection_sample_method": "block"}, {}, "rejection_sample_method"),
             (NGRAM, {"additional_config": {"agentspec": {"speculator": "x"}}}, "give one of them"),
+            ({**BESIDE, "model": SPECULATOR}, {}, "'draft_model' cannot run: give it as .*arctic"),
         ],
     )
     def test_what_cannot_work_is_refused_with_the_remedy(

@@ -94,6 +94,12 @@ def test_a_redis_that_is_away_is_named_once(settings: dict[str, Any], caplog: py
     assert "secret" not in caplog.text
 
 
+def test_a_store_in_memory_is_refused(settings: dict[str, Any]) -> None:
+    settings["data"]["sources"] = [{"type": "store", "url": "memory://", "tenant": "acme"}]
+    with pytest.raises(StoreUnavailableError, match=r"no other process can read .* start the server with"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
 def test_a_store_without_sessions_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "store" / "server.db"
     settings["data"]["sources"] = [{"type": "store", "url": f"sqlite:///{file}", "tenant": "acme"}]

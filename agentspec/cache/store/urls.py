@@ -80,7 +80,7 @@ def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = Fals
     """Open the store that ``url`` names. Creates a missing SQLite file and its folders. Does not connect to Redis yet.
 
     memory_bytes: most memory that a store in memory takes. to_write: refuse an SQLite file that can only be read.
-    must_exist: refuse an SQLite file that is not there, for commands that only read what a server has stored.
+    must_exist: refuse a store in memory and a missing SQLite file, for commands that read what a server has stored.
     Raises StoreURLError, naming the URL without its password and the supported forms; for an SQLite file also
     StoreVersionError, StoreError and StoreUnavailableError.
     """
@@ -97,6 +97,11 @@ def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = Fals
     if _scheme_of(url) in _REDIS:
         return open_redis(url)
     if url == "memory://":
+        if must_exist:
+            raise StoreUnavailableError(
+                f"store {url}: no other process can read what a server keeps in memory; start the server with an "
+                "SQLite file or a Redis, and give its URL"
+            )
         return MemoryStore(memory_bytes)
     raise _refused(url, "unknown kind of store")
 

@@ -52,10 +52,11 @@ class DraftAlternatives:
     token if that differs. model: the model's tokens behind the shared ones.
     """
 
-    __slots__ = ("_calibrator", "length", "model", "shared", "suffix")
+    __slots__ = ("_calibrator", "_stands_for", "length", "model", "shared", "suffix")
 
-    def __init__(self, calibrator: AcceptanceCalibrator, length: int) -> None:
+    def __init__(self, calibrator: AcceptanceCalibrator, length: int, stands_for: int) -> None:
         self._calibrator = calibrator
+        self._stands_for = stands_for
         self.length = length
         self.shared: list[ScoredToken] = []
         self.suffix: list[tuple[ScoredToken, ScoredToken | None]] = []
@@ -70,13 +71,14 @@ class DraftAlternatives:
         forced: ModelRow | None,
         unforced: ModelRow | None,
         limit: int,
+        stands_for: int = 1,
     ) -> "DraftAlternatives":
         """Score both drafts, at most ``limit`` tokens far.
 
         draft: the suffix draft's tokens. forced: the model's row that was forced to follow them. unforced: the row in
-        which the model chose its own tokens.
+        which the model chose its own tokens. stands_for: steps that the model's run stands for.
         """
-        result = cls(calibrator, length)
+        result = cls(calibrator, length, stands_for)
         row = forced or unforced
         if row is None:
             return result
@@ -122,9 +124,9 @@ class DraftAlternatives:
         for at, (own, other) in enumerate(self.suffix, begin):
             if at == len(verified):
                 break
-            self._calibrator.learn(own, own.token == verified[at])
+            self._calibrator.learn(own, own.token == verified[at], self._stands_for)
             if other is not None and at > begin:  # the one at `begin` is the first of `model`, learned below
-                self._calibrator.learn(other, other.token == verified[at])
+                self._calibrator.learn(other, other.token == verified[at], self._stands_for)
             if own.token != verified[at]:
                 break
         self._learn(self.model, verified, begin)
@@ -136,7 +138,7 @@ class DraftAlternatives:
         """
         right = 0
         for scored, token in zip(draft, verified[begin:], strict=False):
-            self._calibrator.learn(scored, scored.token == token)
+            self._calibrator.learn(scored, scored.token == token, self._stands_for)
             if scored.token != token:
                 break
             right += 1

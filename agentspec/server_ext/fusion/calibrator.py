@@ -123,15 +123,19 @@ class AcceptanceCalibrator:
         evidence = (log_odds(suffix.probability), _log(1.0 - top), behind)
         return self._weigh(suffix.token, JUDGED, position, suffix, evidence)
 
-    def learn(self, scored: ScoredToken, accepted: bool) -> None:
-        """Learn whether the target accepted the token."""
+    def learn(self, scored: ScoredToken, accepted: bool, stands_for: int = 1) -> None:
+        """Learn whether the target accepted the token.
+
+        stands_for: as many observations of a token of the model's own it counts as. The regressions learn from each
+        token what they can, and know no such number.
+        """
         self.seen[scored.kind] += 1
         self.accepted[scored.kind] += accepted
         if scored.kind == OWN:
             key = _bin(scored.position, scored.evidence[0])
             for counted in (key, (*key, scored.category)):
-                _count(self._bins.setdefault(counted, [0.0, 0.0]), accepted)
-            _count(self._positions.setdefault(scored.position, [0.0, 0.0]), accepted)
+                _count(self._bins.setdefault(counted, [0.0, 0.0]), accepted, stands_for)
+            _count(self._positions.setdefault(scored.position, [0.0, 0.0]), accepted, stands_for)
             return
         weights, squares = self._weights[scored.kind], self._squares[scored.kind]
         error = float(accepted) - scored.probability
@@ -160,12 +164,12 @@ class AcceptanceCalibrator:
         return ScoredToken(token, probability, kind, position, evidence, suffix.source)
 
 
-def _count(counts: list[float], accepted: bool) -> None:
-    """Add an observation to counts of tokens accepted and seen. Older ones fade."""
+def _count(counts: list[float], accepted: bool, times: int) -> None:
+    """Add an observation to counts of tokens accepted and seen, so many times. Older ones fade."""
     if counts[1] >= _MEMORY:
         counts[0], counts[1] = counts[0] / 2, counts[1] / 2
-    counts[0] += accepted
-    counts[1] += 1
+    counts[0] += accepted * times
+    counts[1] += times
 
 
 def log_odds(probability: float) -> float:

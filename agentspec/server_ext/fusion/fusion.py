@@ -259,6 +259,7 @@ class DraftFusion:
                 ModelRow.of(answer, forced) if forced >= 0 else None,
                 ModelRow.of(answer, unforced) if unforced >= 0 else None,
                 int(rows.max_draft_tokens[i]),
+                self.scheduler.stands_for,
             )
             rows.states[i].alternatives = alternatives
             found = alternatives.drafts()
@@ -268,7 +269,7 @@ class DraftFusion:
         merged_expected, lengths = merged.expected(), np.diff(merged.offsets).tolist()
         for i in run.rows:
             before, after = (expected[i], bounds[i + 1] - bounds[i]), (merged_expected[i], lengths[i])
-            self.scheduler.learn(rows.states[i], expected[i], gained_tokens(before, after, suffix.cost))
+            self.scheduler.gains.learn(rows.states[i], expected[i], gained_tokens(before, after, suffix.cost))
         seconds = run.seconds + time.perf_counter() - begin
         self.runs += 1
         self.rows += len(answer.tokens)

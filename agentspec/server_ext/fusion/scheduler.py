@@ -10,7 +10,7 @@ A drafter of vLLM's runs over the whole batch. Then the choice is how many token
 first pass cannot always be left out.
 
 Gains are measured only where the model runs. So a small share of the time goes to trials on all rows, which show when
-a model that was useless for a while becomes useful again.
+a model that was useless for a while becomes useful again. Where trials are rare, each counts for the steps between.
 """
 
 from bisect import bisect, insort
@@ -29,6 +29,8 @@ _FIRST_GAIN, _FIRST_WEIGHT = 1.0, 4.0
 """Initial gain in tokens and its weight in observations; the gain is smaller if the suffix draft promises much."""
 _MEMORY = 256
 """Number of latest rows that the mean gains cover."""
+_MOST_PASSED_OVER = 31
+"""Most rows without a run that the next run's observation stands for, too."""
 _REQUEST_PRIOR, _REQUEST_MEMORY = 6.0, 48
 _TIME_MEMORY = 32
 """Number of latest runs that the mean times cover."""
@@ -154,14 +156,54 @@ class PassTime:
         return 0.0 if resting is None else resting.seconds(rows) or 0.0
 
 
+class Gains:
+    """Learn how many tokens the model gains on a row, by request and by the expected tokens of the suffix draft.
+
+    An observation also stands for the rows of its bin that were passed over since the latest one. If it did not, a
+    model that was useless for a while would have to be right in hundreds of trials, in tens of thousands of steps.
+    """
+
+    def __init__(self) -> None:
+        self._means = [RunningMean(max(0.0, _FIRST_GAIN - bound / 4), _FIRST_WEIGHT) for bound in _BOUNDS]
+        self._passed_over = [0] * len(_BOUNDS)
+
+    def of(self, state: RequestState, expected: float) -> float:
+        """Return the gain to expect from running the model on a row of this request, in tokens."""
+        own = state.model_gain
+        return self._means[_bin(expected)].value + own.value * own.count / (own.count + _REQUEST_PRIOR)
+
+    def learn(self, state: RequestState, expected: float, gain: float) -> None:
+        """Note the gain of running the model on a row of this request, in tokens."""
+        at = _bin(expected)
+        mean = self._means[at]
+        state.model_gain.add(gain - mean.value, _REQUEST_MEMORY)
+        mean.add(gain, _MEMORY, 1 + self._passed_over[at])
+        self._passed_over[at] = 0
+
+    def pass_over(self, expected: float) -> None:
+        """Note a row for which the model does not run."""
+        at = _bin(expected)
+        self._passed_over[at] = min(self._passed_over[at] + 1, _MOST_PASSED_OVER)
+
+    def stats(self) -> list[dict[str, float]]:
+        """Return the mean gains in tokens, by the suffix draft's expected tokens, as JSON."""
+        means = zip(_BOUNDS, self._means, strict=True)
+        return [{"promised_from": bound, "tokens": round(mean.value, 4)} for bound, mean in means]
+
+
 class DraftModelScheduler:
-    """Choose the rows for which the draft model runs, and learn its gains. Plain arithmetic, no I/O."""
+    """Choose the rows for which the draft model runs, by its gains and its time. Plain arithmetic, no I/O.
+
+    stands_for: steps that this step's run stands for: itself, and the latest ones without a run.
+    """
 
     def __init__(self) -> None:
         self.time = ModelTime()
         self.passes = PassTime()
-        self._gains = [RunningMean(max(0.0, _FIRST_GAIN - bound / 4), _FIRST_WEIGHT) for bound in _BOUNDS]
+        self.gains = Gains()
+        self.stands_for = 1
         self._credit = 0.0
+        self._rested = 0  # steps since the latest run
         self.trials = 0
 
     def choose(
@@ -177,9 +219,10 @@ class DraftModelScheduler:
             return []
         everything = self.time.seconds(sum(widths))
         if pace.row_seconds is None or everything is None:
+            self._note([], ran=True)
             return able  # run on all rows while nothing is known
         tokens_a_second = pace.rate / pace.row_seconds
-        gains = sorted(((self.gain(states[i], expected[i]), i) for i in able), reverse=True)
+        gains = sorted(((self.gains.of(states[i], expected[i]), i) for i in able), reverse=True)
         best, total, width, count = 0.0, 0.0, 0, 0
         for number, (gain, i) in enumerate(gains, 1):
             if gain <= 0.0:
@@ -189,9 +232,11 @@ class DraftModelScheduler:
             surplus = total - tokens_a_second * (self.time.seconds(width) or 0.0)
             if surplus > best:
                 best, count = surplus, number
-        if count:
-            return sorted(i for _, i in gains[:count])
-        return able if self._may_try(everything, pace.row_seconds * len(states)) else []
+        if not count and self._may_try(everything, pace.row_seconds * len(states)):
+            count = len(able)
+        chosen = sorted(i for _, i in gains[:count])
+        self._note([expected[i] for _, i in gains[count:]], ran=count > 0)
+        return chosen
 
     def choose_tokens(
         self,
@@ -210,11 +255,13 @@ class DraftModelScheduler:
         able = [i for i, limit in enumerate(limits) if limit > 0]
         least, most = choices[0], choices[-1]
         if least == most or not able:
+            self._note([], ran=least > 0)
             return least
         saved = self.passes.saved(len(states), most, least)
         if pace.row_seconds is None or saved is None:
+            self._note([], ran=True)
             return most  # while nothing is known
-        gain = sum(max(0.0, self.gain(states[i], expected[i])) for i in able)
+        gain = sum(max(0.0, self.gains.of(states[i], expected[i])) for i in able)
         tokens_a_second = pace.rate / pace.row_seconds
         best, count = 0.0, least
         for tokens in choices[1:]:
@@ -222,9 +269,11 @@ class DraftModelScheduler:
             surplus = gain * worth[tokens - 1] / worth[most - 1] - tokens_a_second * time
             if surplus > best:
                 best, count = surplus, tokens
-        if count > least:
-            return count
-        return most if self._may_try(saved, pace.row_seconds * len(states)) else least
+        if count == least and self._may_try(saved, pace.row_seconds * len(states)):
+            count = most
+        runs = count > 0  # a first pass alone, or a rest, shows no gain
+        self._note([] if runs else [expected[i] for i in able], ran=runs)
+        return count
 
     def _may_try(self, cost: float, step: float) -> bool:
         """Return whether a trial that takes ``cost`` seconds is due. step: seconds of a step without drafts."""
@@ -235,27 +284,22 @@ class DraftModelScheduler:
         self.trials += 1
         return True
 
-    def gain(self, state: RequestState, expected: float) -> float:
-        """Return the gain to expect from running the model on a row of this request, in tokens."""
-        own = state.model_gain
-        return self._gains[_bucket(expected)].value + own.value * own.count / (own.count + _REQUEST_PRIOR)
+    def _note(self, passed_over: Sequence[float], *, ran: bool) -> None:
+        """Note whether the model runs in this step.
 
-    def learn(self, state: RequestState, expected: float, gain: float) -> None:
-        """Note the gain of running the model on a row of this request, in tokens."""
-        mean = self._gains[_bucket(expected)]
-        state.model_gain.add(gain - mean.value, _REQUEST_MEMORY)
-        mean.add(gain, _MEMORY)
+        passed_over: expected tokens of the rows that might have a draft, but for which it does not run.
+        """
+        for tokens in passed_over:
+            self.gains.pass_over(tokens)
+        if ran:
+            self.stands_for, self._rested = 1 + self._rested, 0
+        else:
+            self._rested = min(self._rested + 1, _MOST_PASSED_OVER)
 
     def stats(self) -> dict[str, object]:
         """Return the mean gains in tokens, by the suffix draft's expected tokens, and the trials, as JSON."""
-        return {
-            "trials": self.trials,
-            "gains": [
-                {"promised_from": bound, "tokens": round(mean.value, 4)}
-                for bound, mean in zip(_BOUNDS, self._gains, strict=True)
-            ],
-        }
+        return {"trials": self.trials, "gains": self.gains.stats()}
 
 
-def _bucket(expected: float) -> int:
-    return sum(expected >= bound for bound in _BOUNDS[1:])
+def _bin(expected: float) -> int:
+    return bisect(_BOUNDS, expected, lo=1) - 1

@@ -7,7 +7,9 @@ its KV slots, how far it looks ahead in a prompt) are computed with the remember
 """
 
 import copy
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from agentspec.cache.policy import MAX_DRAFT
@@ -24,6 +26,9 @@ _REFUSED = {
     "dspark": "only vLLM's V2 model runner has it; start plain 'vllm serve' with it, or use another method",
 }
 """The remedy for each method of vLLM's beside which agentspec does not draft."""
+
+_SPECULATOR = "mlp_speculator"
+"""The ``model_type`` of every MLP or LSTM speculator in its config.json."""
 
 _DRAFTER_TOKENS = "agentspec_drafter_tokens"
 """Attribute of vLLM's SpeculativeConfig: the user's ``num_speculative_tokens``. Only an adopted method has it."""
@@ -57,6 +62,25 @@ def check_name(config: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"--speculative-config: method {method!r}: name one that agentspec stands for ({', '.join(METHODS)}) or "
             f"drafts beside ({', '.join(NATIVE_METHODS)}), or start plain 'vllm serve'"
+        )
+    check_drafter(config)
+
+
+def check_drafter(config: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError if the model of one of vLLM's methods is a speculator in a local folder.
+
+    vLLM would find its architecture unknown, half a minute later.
+    """
+    model = config.get("model")
+    try:
+        values = json.loads((Path(str(model)) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a hub id, or something that vLLM has its own words for
+        return
+    if isinstance(values, dict) and values.get("model_type") == _SPECULATOR:
+        given = "vLLM's methods" if config.get("method") is None else f"method {config['method']!r}"
+        raise ConfigurationError(
+            f"--speculative-config: model: {model} is an MLP or LSTM speculator, which {given} cannot run: give it as "
+            f"{json.dumps({'method': 'arctic', 'model': model, 'enable_suffix_decoding': True})} (docs/speculator.md)"
         )
 
 

@@ -92,6 +92,8 @@ def create_speculative_config(
     set_draft_limit(engine_args, target_model_config, target_parallel_config)
     own = _is_own(engine_args)
     beside = not own and _has_settings(engine_args) and load_settings(engine_args.additional_config).enabled
+    if beside:
+        native_methods.check_drafter(with_underscores(engine_args.speculative_config))
     spec = original(engine_args, target_model_config, target_parallel_config)
     if spec is not None and beside:
         draft_beside(spec, engine_args, target_model_config, target_parallel_config)
