@@ -1,6 +1,5 @@
 """Test what vLLM leaves for drafts, and what it allocates for them."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.vllm_adapter import cheap_steps
-from agentspec.server_ext.vllm_adapter.draft_limit import engine_limits
+from agentspec.server_ext.vllm_adapter.draft_limit import engine_limits, host_memory
 from agentspec.server_ext.vllm_adapter.speculative_config import engine_options
 from tests.server_ext.vllm_configs import DENSE, engine_args
 
@@ -23,11 +22,22 @@ def config(tmp_path: Path) -> Any:
 
 def test_on_a_host_a_share_of_its_memory_counts_as_free(config: Any) -> None:
     limits = engine_limits(config)
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert limits.free_bytes == physical // 4
+    assert limits.free_bytes == host_memory() // 4
     assert limits.position_bytes == 1000 * 4 * 8
     assert limits.provided_tokens == 0
     assert limits.scheduled_tokens == 4096
+
+
+def test_a_container_has_as_much_memory_as_it_may(tmp_path: Path) -> None:
+    host = host_memory(tmp_path)
+    assert host > 1 << 28
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory(tmp_path) == host
+    (tmp_path / "memory.max").write_text(f"{1 << 27}\n")
+    assert host_memory(tmp_path) == 1 << 27
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none, in version 1
+    assert host_memory(tmp_path) == 1 << 27
 
 
 def test_on_cuda_what_vllm_leaves_counts_as_free(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ vLLM is told the longest draft before it makes its configuration. docs/engine-li
 
 import logging
 import os
+from contextlib import suppress
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,10 @@ kept for logprobs, and the softmax under random sampling."""
 _LOGITS_COPIES_SORTED = 8
 """Copies without Triton, where top-p sorts the logits too: values, 64-bit indices (two) and the values' softmax."""
 _FREE_ON_HOST = 0.25
-"""Share of the physical memory that counts as free where the device is the CPU."""
+"""Share of the host's memory that counts as free where the device is the CPU."""
+_CONTAINER_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+"""Files below /sys/fs/cgroup with a container's memory limit, of cgroup v2 and v1. v2's says "max" where there is none.
+"""
 
 
 def keeps_states(model_config: Any) -> bool:
@@ -134,7 +139,7 @@ def engine_limits(vllm_config: Any) -> EngineLimits:
 
     On CUDA the memory outside ``gpu_memory_utilization`` is free, and vLLM has reserved memory for one draft token of
     each of ``max_num_seqs`` rows, because its profiling run sampled that many. With ``kv_cache_memory_bytes``, which
-    vLLM follows instead, nothing counts as free. Elsewhere a share of the physical memory does, and none is reserved.
+    vLLM follows instead, nothing counts as free. Elsewhere a share of the host's memory does, and none is reserved.
     """
     from vllm.platforms import current_platform
 
@@ -146,11 +151,19 @@ def engine_limits(vllm_config: Any) -> EngineLimits:
         free, copies = unclaimed * current_platform.get_device_total_memory(), _LOGITS_COPIES
         provided = scheduler.max_num_seqs
     else:
-        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        free, copies, provided = _FREE_ON_HOST * physical, _LOGITS_COPIES_SORTED, 0
+        free, copies, provided = _FREE_ON_HOST * host_memory(), _LOGITS_COPIES_SORTED, 0
     return EngineLimits(
         free_bytes=int(free),
         position_bytes=4 * copies * vllm_config.model_config.get_vocab_size(),
         provided_tokens=provided,
         scheduled_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
     )
+
+
+def host_memory(limits: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory of this host in bytes, or of this container if it may have less. limits: where it says so."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in _CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):
+            memory = min(memory, int((limits / name).read_text()))
+    return memory
