@@ -53,13 +53,14 @@ class _Slice:
 class _Job:
     """Hold a job. When all futures have ended, its answer is the first error, or else the first future's value.
 
-    asked: time (``time.monotonic``) of the latest poll. owner: the asking caller. futures: empty while the next
-    slice is yet to be submitted. items: yields the items of the next slices, in lists that may be empty. A slice may
-    end behind any list.
+    asked: time (``time.monotonic``) of the latest poll. owner: the asking caller. erases: whether it erases a session.
+    futures: empty while the next slice is yet to be submitted. items: yields the items of the next slices, in lists
+    that may be empty. A slice may end behind any list.
     """
 
     asked: float
     owner: str | None
+    erases: bool = False
     futures: tuple[Future[Any], ...] = ()
     items: Iterator[list[Any]] = field(default_factory=lambda: iter(()))
 
@@ -104,7 +105,7 @@ class SessionAdmin:
 
         "list", tenant, principal, anybody, count, before: the ``count`` sessions used last, as dicts, and all used at
         the same moment as the last of them. before: only sessions used before this time (epoch seconds); None: any.
-        "read", session, tenant, anybody: the session's records.
+        "read", session: the session's records, under whichever tenant they were stored.
         "write", session, tenant, records, only_new: append the records that the session lacks, and load it. The value
         is their number, in a list. only_new: leave a session that exists as it is.
         "tenants", session: the tenants under which the session holds text.
@@ -115,7 +116,7 @@ class SessionAdmin:
         """
         try:
             self._make_room(owner)
-            begun = _Job(time.monotonic(), owner)
+            begun = _Job(time.monotonic(), owner, what == "erase")
             begun.futures = self._submit(begun, owner, what, *args)
             self._jobs[job] = begun
         except AgentSpecError as error:
@@ -136,7 +137,7 @@ class SessionAdmin:
             return {}
         answer: dict[str, Any] = {}
         if begun.futures:
-            answer = self._answer(begun.futures)
+            answer = self._answer(begun.futures, begun.erases)
             if not answer.get("more"):
                 del self._jobs[job]
                 return answer
@@ -145,24 +146,26 @@ class SessionAdmin:
             begun.futures = (self._persistence.submit(lambda _: _next_slice(begun), begun.owner),)
         return answer
 
-    def _answer(self, futures: Sequence[Future[Any]]) -> dict[str, Any]:
-        """Return the value or the error of a job whose futures have ended, as ``poll`` does."""
+    def _answer(self, futures: Sequence[Future[Any]], erases: bool) -> dict[str, Any]:
+        """Return the value or the error of a job whose futures have ended, as ``poll`` does. erases: as in _Job."""
         for future in futures:
             if future.cancelled():
                 return _failure(StoreUnavailableError("the store was closed before the job began"))
             if (error := future.exception()) is not None:
-                return _failure(self._error_for_caller(error) if isinstance(error, StoreError) else error)
+                return _failure(self._error_for_caller(error, erases) if isinstance(error, StoreError) else error)
         value = futures[0].result()
         if isinstance(value, _Slice):
             return {"value": value.items, "more": value.more}
         return {"value": asdict(value) if isinstance(value, Erasure) else value, "more": False}
 
-    def _error_for_caller(self, error: StoreError) -> StoreError:
+    def _error_for_caller(self, error: StoreError, erases: bool) -> StoreError:
         """Return an error of the store without its text, which names hosts, files and users. Log it once a minute."""
         if time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + _TELL_SECONDS
             logger.warning("agentspec: a question about sessions cannot be answered: %s", error)
         what = "the store, or a snapshot beside it, is away or refuses this"
+        if erases:
+            what += "; the session may be forgotten here, but what was stored of it is not erased"
         return StoreUnavailableError(f"{what}; try again later (the server's log says why)")
 
     def erased_elsewhere(self, tenant: str | None, session: str) -> None:
@@ -279,10 +282,10 @@ class SessionAdmin:
                 yield [summary]
                 count, last = count - 1, used
 
-    def _read(self, store: Store, session: str, tenant: str | None, anybody: bool) -> Iterator[list[bytes]]:
+    def _read(self, store: Store, session: str) -> Iterator[list[bytes]]:
         """Yield a session's records that can be used."""
         reader, courtesy = RecordReader(), Courtesy()
-        for log in self._logs(store, tenant, anybody, session):
+        for log in self._logs(store, None, anybody=True, session=session):
             for entry, record in reader.read(store.read(log, session=session)):
                 yield [] if record is None else [entry.payload]
                 courtesy.pause()

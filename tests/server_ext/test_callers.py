@@ -104,6 +104,21 @@ class TestGateway:
         ways = [found.caller_of(Presented([(b"x-p", "é".encode(code))])) for code in ("utf-8", "latin-1")]
         assert ways[1].principal == NOBODY != ways[0].principal
 
+    def test_a_gateway_that_sends_no_header_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Otherwise nothing but missing drafts would show it."""
+        found = callers(principal_header="X-Principal", tenant_header="X-Tenant")
+        found.caller_of(sent(("X-Principal", "ada")))
+        assert not caplog.messages
+        for _ in range(3):
+            found.caller_of(sent(("X-Tenant", "acme")))
+            found.caller_of(sent(("X-Principal", "ada"), ("X-Tenant", "")))
+        assert [
+            ("X-Principal (principal_header)" in line, "X-Tenant (tenant_header)" in line) for line in caplog.messages
+        ] == [
+            (True, False),
+            (False, True),
+        ]
+
     def test_a_header_names_the_tenant_and_tells_equal_principals_of_two_tenants_apart(self) -> None:
         found = callers(principal_header="X-Principal", tenant_header="X-Tenant", tenant="default")
         acme, rival, none = (
@@ -166,7 +181,7 @@ class TestApiKeysFile:
         [
             ("sk-very-secret acme", "SHA-256"),
             (f"{'0' * 63} acme", "SHA-256"),
-            ("0" * 64, "tenant: must not be empty"),
+            ("0" * 64, "no tenant; name it behind the digest"),
             (f"{'0' * 64} {'x' * 300}", "tenant: at most 256"),
             (f"{hashlib.sha256(b'ada').hexdigest()} rival", "another tenant"),
         ],
@@ -196,6 +211,7 @@ class TestApiKeysFile:
     ) -> None:
         now = [1000.0]
         monkeypatch.setattr("agentspec.server_ext.identity.callers.time.monotonic", lambda: now[0])
+        caplog.set_level("INFO")
         found = ApiKeysFile(path)
         for tenant in ("moved", "again"):
             before = found.tenant_of("ada")
@@ -205,6 +221,8 @@ class TestApiKeysFile:
             assert found.tenant_of("ada") == before
             now[0] += 0.2
             assert (found.tenant_of("ada"), found.tenant_of("bob")) == (tenant, None)
+        assert [line.endswith("has changed: 1 keys in force") for line in caplog.messages] == [True, True]
+        caplog.clear()
         path.write_text("sk-secret moved again\n")
         for _ in range(5):
             now[0] += 1.1

@@ -115,6 +115,8 @@ class TestTagging:
         assert [record.getMessage() for record in caplog.records] == [
             "agentspec: session_id of a request cannot be used and is ignored"
         ]
+        server.tag({"session_id": "my secret\n", "agentspec_scope": "everything"})
+        assert caplog.messages[1:] == ["agentspec: agentspec_scope of a request cannot be used and counts as none"]
 
     @pytest.mark.parametrize("key", [None, "ada"])
     def test_what_a_caller_writes_about_itself_is_removed(self, key: str | None) -> None:

@@ -66,6 +66,23 @@ class TestExportAndImport:
         assert server.call(BOB, "GET", "copy/of one").json()["turns"] == turns
         assert server.listed(BOB) == ["copy/of one"]
 
+    def test_a_session_that_was_stored_under_another_tenant_is_found_by_its_name(self, start: Start) -> None:
+        """As when the operator names a tenant, or another one. It is no longer listed."""
+        before = start(ADA, BOB, engines=1)
+        before.say(before.identity(ADA, "one"))
+        after = start(ADA, BOB, engines=1, tenant="team")
+        assert after.call(ADA, "GET", "one").json()["turns"] == before.call(ADA, "GET", "one").json()["turns"]
+        assert after.call(BOB, "GET", "one").status_code == 404
+        assert after.listed(ADA) == []
+        assert after.erase(ADA, "one").status_code == 200
+        assert after.call(ADA, "GET", "one").status_code == 404
+
+    @pytest.mark.parametrize("body", ["[]", "null", "1", '"x"'])
+    def test_a_body_that_is_no_object_is_refused_with_the_remedy(self, start: Start, body: str) -> None:
+        answer = start(ADA, engines=1).call(ADA, "PUT", "one", content=body)
+        assert answer.status_code == 400
+        assert "body: a JSON object expected; give what `agentspec sessions export` wrote" in answer.text
+
     def test_what_was_said_just_now_is_in_the_store_when_somebody_asks(self, start: Start) -> None:
         server = start(ADA, engines=1)
         for number in range(20):

@@ -198,7 +198,7 @@ def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monke
 
     monkeypatch.setattr(session_admin, "RecordReader", Reader)
     for name in ("first", "second"):  # the second begins after its asker has gone
-        assert admin.begin(name, ada.principal, "read", ada.session, ada.tenant, False) == {}
+        assert admin.begin(name, ada.principal, "read", ada.session) == {}
         server.wait(lambda: server.engines[0]._persistence.stats()["jobs"] == 0)
     assert len(read) == 2
 
@@ -223,7 +223,7 @@ def test_a_long_session_lets_the_questions_of_others_between(
     monkeypatch.setattr(session_admin, "RecordReader", Reader)
     monkeypatch.setattr(session_admin, "_SLICE_SECONDS", 0.0)  # a record in each slice
     arguments: dict[str, tuple[Any, ...]] = {
-        "read": (ada.session, ada.tenant, False),
+        "read": (ada.session,),
         "list": (ada.tenant, ada.principal, False, 10),
         "write": (ada.session, ada.tenant, [], False),
     }

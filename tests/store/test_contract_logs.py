@@ -12,6 +12,7 @@ from agentspec.cache.store import (
     Store,
     open_store,
 )
+from agentspec.cache.store.base import entry_name
 from tests.store.helpers import NS, fill, payloads
 
 pytestmark = pytest.mark.usefixtures("patience")
@@ -124,6 +125,18 @@ def test_tombstones_are_listed_in_order_and_behind_a_cursor(store: Store) -> Non
     again = store.erase_session(NS, "a").tombstone
     assert store.tombstones(NS, after=end) == {"a": again}
     assert list(store.tombstones(NS).items()) == [("c", marks["c"]), ("nobody", marks["nobody"]), ("a", again)]
+
+
+def test_an_erasure_is_undone_where_older_entries_are_there(store: Store) -> None:
+    """Only a store that went back to an older state has such entries."""
+    store.append(NS, [NewEntry("a", b"x"), NewEntry("b", b"x"), NewEntry("c", b"x")])
+    marks = {name: entry_name(store.erase_session(NS, name).tombstone or "") for name in ("a", "b")}
+    assert store.undone_erasures(NS, marks) == []
+    store.append(NS, [NewEntry("a", b"again")])
+    assert store.undone_erasures(NS, marks) == []
+    (later,) = store.append(NS, [NewEntry("d", b"x")])
+    assert store.undone_erasures(NS, {"a": entry_name(later), "b": marks["b"], "d": entry_name(later)}) == ["a"]
+    assert store.undone_erasures("other", marks) == []
 
 
 def test_logs_are_listed_by_prefix(store: Store) -> None:

@@ -260,13 +260,14 @@ def test_tombstones_count_once_until_they_are_trimmed(store: RedisStore) -> None
     assert store.usage() == Usage(0, 0)
 
 
-@pytest.mark.parametrize("lost", ["namespaces", "secret", "shards"])
+@pytest.mark.parametrize("lost", ["namespaces", "secret", "secret-id", "shards"])
 def test_what_the_server_loses_beside_a_log_is_put_back(
     store: RedisStore, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when someone removes a key. Otherwise the log's sessions would be in no list, and no erasure would find it."""
     monkeypatch.setattr("agentspec.cache.store.redis_store._ENTERED_SECONDS", 0.2)
     store.keep_secret(store.secret())
+    store.swap_secret_id("id of the secret")
     store.append(NS, [NewEntry("s", b"1")])
     before = raw(store).dump(f"agentspec:{lost}")
     assert raw(store).delete(f"agentspec:{lost}") == 1

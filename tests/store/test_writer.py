@@ -144,8 +144,8 @@ def test_a_store_that_is_lost_and_back_all_the_time_is_logged_once_a_minute(
     monkeypatch.setattr("agentspec.cache.store.writer._TELL_SECONDS", 0.0)
     writer._tell_at = 0.0
     outage(5)
-    assert ["is lost" in line for line in caplog.messages] == [True, False] * 2
     writer.close()
+    assert ["is lost" in line for line in caplog.messages] == [True, False] * 2
 
 
 def test_an_append_that_waits_long_for_a_lock_and_fails_is_an_outage_at_once(
@@ -197,6 +197,20 @@ def test_an_open_breaker_leaves_the_store_alone(store: FlakyStore) -> None:
     time.sleep(0.1)
     assert store.calls == calls == 5
     writer.close(0)
+
+
+def test_who_asks_for_a_flush_once_finds_out_at_once_whether_the_store_is_back(store: FlakyStore) -> None:
+    writer = BackgroundWriter(store, breaker=CircuitBreaker(threshold=1, first_pause=600.0))
+    store.error = StoreUnavailableError("away")
+    writer.put(NS, turn("s", 1))
+    wait_until(lambda: writer.stats().state == "open")
+    begin = time.monotonic()
+    assert not writer.flush(60, once=True)
+    store.error = None
+    assert writer.flush(60, once=True)
+    assert time.monotonic() - begin < 30
+    assert stored(store) == [1]
+    writer.close()
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,14 @@ class Store(Protocol):
         """Return how much the log still has of the entries behind a cursor. If "whole", it tells of every erasure."""
         ...
 
+    def undone_erasures(self, namespace: str, erased: Mapping[str, str]) -> list[str]:
+        """Return the sessions whose erasure a log has lost, because the store went back to an older state.
+
+        erased: by the session's key, the name of its tombstone (`entry_name`). The log has lost the erasure if it has
+        entries of the session from before it, or none of it and not the tombstone either, although it has older ones.
+        """
+        ...
+
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
         """Return the names of the logs that begin with ``prefix``, sorted. A log without entries may be missing.
 

@@ -15,7 +15,7 @@ class CircuitBreaker:
     ``first_pause`` to ``max_pause`` seconds. half-open, after the pause: one call goes through; its outcome closes or
     opens the breaker.
 
-    One thread makes the calls; others may read ``state``. clock: returns the time in seconds.
+    One thread makes the calls; others may read ``state`` and call ``hurry``. clock: returns the time in seconds.
     """
 
     def __init__(
@@ -53,6 +53,10 @@ class CircuitBreaker:
             self._state = "half-open"
             return True
         return self._state == "closed"
+
+    def hurry(self) -> None:
+        """End the pause, because there is reason to believe that the next call works."""
+        self._until = 0.0
 
     def success(self) -> bool:
         """Note a call that worked. Returns True if it ended an outage (the breaker was not closed)."""

@@ -25,6 +25,8 @@ class FollowerStats:
     """records that RecordReader skipped because they were damaged"""
     unknown: int = 0
     """records that RecordReader skipped because of their version or kind"""
+    undone: int = 0
+    """erasures that the store had lost, because it went back to an older state, and that were repeated"""
     failed: int = 0
     """calls to the store that failed"""
     logs: int = 0
@@ -48,12 +50,12 @@ class FollowedLog:
     """cursor of the last entry dealt with"""
     erased: str
     """tombstones up to this cursor were applied; it may be ahead of ``cursor``, because erasures do not wait"""
-    applied: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """tombstones applied lately, which are skipped when the log is read up to them"""
+    applied: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    """tombstones applied lately, with their sessions; they are skipped when the log is read up to them"""
     numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """for each session erased lately, the number of this process's newest turn when the tombstone was applied"""
     late: set[str] = field(default_factory=set)
-    """sessions to erase again, because a turn of this process lies behind their tombstone"""
+    """sessions to erase again: a turn of this process lies behind their tombstone, or the store has lost the erasure"""
     owner: str | None = None
     """owner of the log, if known; if there are too many logs, the owner with the most loses some"""
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(threshold=1, first_pause=_PAUSE_SECONDS))

@@ -7,9 +7,12 @@ An erasure is a tombstone in the log:
 - A turn of this process that was on its way to the store then lies behind the tombstone. When the follower reads the
   turn (`_skip`), it has the session erased again (`FollowedLog.late`).
 - The follower does not apply this process's own tombstones (`own_erasures.py`).
+- A Redis that was restarted, or failed over, may go back to a state before an erasure. So after each failure the
+  follower looks whether the erasures that it remembers are still there, and has the others repeated (`_find_undone`).
 """
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -135,7 +138,8 @@ class Follower:
                 self._alive = begun
             owner = self._owners.pop(namespace, None)
             # setdefault, because another thread may have begun to follow the log meanwhile
-            self._logs.setdefault(namespace, FollowedLog(tenant, end, end, numbers=numbers, owner=owner))
+            known = OrderedDict([(entry_name(mark), session) for session, mark in marks.items()][-_MAX_ERASED:])
+            self._logs.setdefault(namespace, FollowedLog(tenant, end, end, known, numbers, owner=owner))
             self._wake.notify()
         self._leave_idlest()
 
@@ -227,6 +231,8 @@ class Follower:
         for name in logs if all_logs else (self._refused | self._unerased) & logs.keys():
             log = logs[name]
             with self._alone(name, log):
+                if all_logs:
+                    self._find_undone(name, log)
                 history = self._store.history(name, log.erased)
                 if history == "whole":
                     continue
@@ -241,6 +247,16 @@ class Follower:
                     outdated.add(log.tenant)
         self.outdated = frozenset(outdated)
         return not outdated
+
+    def _find_undone(self, name: str, log: FollowedLog) -> None:
+        """Have the sessions erased again whose erasure the store has lost."""
+        undone = self.own.undone(name, log.applied)
+        if undone:
+            log.late.update(undone)
+            with self._wake:
+                self._counts.undone += len(undone)
+            message = "agentspec: the store went back to an older state; %d erasures in log %s are repeated"
+            logger.warning(message, len(undone), name)
 
     def _follow(self) -> None:
         """Wait for new entries once, and deal with them."""
@@ -343,7 +359,7 @@ class Follower:
             log.numbers.move_to_end(session)
             with self._wake:
                 self._counts.erased += 1
-        log.applied[tombstone] = None  # only now, so that an erasure that fails is tried again
+        log.applied[tombstone] = session  # only now, so that an erasure that fails is tried again
 
     def _is_own(self, namespace: str, session: str, cursor: str) -> bool:
         """Return whether a tombstone is this process's. Waits LIFE_SECONDS / 2 at most, so that drafting goes on."""
@@ -394,6 +410,7 @@ class Follower:
                     self._unerased.discard(name)
 
     def _fail(self, error: Exception) -> None:
+        self._asked = -math.inf  # the store may be another one, or go back to an older state
         with self._wake:
             self._counts.failed += 1
         if self._breaker.failure():

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from agentspec.cache.store.base import Erasure, Store, entry_name
 
@@ -21,7 +21,7 @@ class OwnErasures:
     def __init__(self, store: Store, follows: Callable[[str], bool]) -> None:
         self._store = store
         self._follows = follows
-        self._tombstones: OrderedDict[str, None] = OrderedDict()  # names of their entries
+        self._tombstones: OrderedDict[str, tuple[str, str]] = OrderedDict()  # log and session, by their entries' names
         self._sessions: dict[tuple[str, str], bool] = {}  # by log and session: whether it was erased from the store
         self._running: Counter[tuple[str, str]] = Counter()  # erasures under way; a session may have several at once
         self._closed = False
@@ -35,7 +35,7 @@ class OwnErasures:
         try:
             erasure = self._store.erase_session(log, session)
             if erasure.tombstone is not None:
-                self._note(erasure.tombstone)
+                self._note(erasure.tombstone, log, session)
         finally:
             with self._changed:
                 self._running -= Counter([(log, session)])
@@ -63,6 +63,16 @@ class OwnErasures:
             )
             return name in self._tombstones
 
+    def undone(self, log: str, read: Mapping[str, str]) -> list[str]:
+        """Return the sessions whose erasure the store has lost, of those erased here and those in ``read``.
+
+        read: tombstones of the log by their entries' names, with their sessions.
+        """
+        with self._changed:
+            own = {name: session for name, (of, session) in self._tombstones.items() if of == log}
+        newest = {session: name for name, session in sorted({**read, **own}.items())}
+        return self._store.undone_erasures(log, newest) if newest else []
+
     def note_tombstone_read(self, log: str, session: str) -> None:
         """Note that the session's tombstone was read: records of it that are read from now on are newer."""
         with self._changed:
@@ -80,8 +90,8 @@ class OwnErasures:
             self._closed = True
             self._changed.notify_all()
 
-    def _note(self, tombstone: str) -> None:
+    def _note(self, tombstone: str, log: str, session: str) -> None:
         with self._changed:
-            self._tombstones[entry_name(tombstone)] = None
+            self._tombstones[entry_name(tombstone)] = log, session
             if len(self._tombstones) > _MAX_TOMBSTONES:
                 self._tombstones.popitem(last=False)

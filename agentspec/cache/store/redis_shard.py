@@ -1,6 +1,6 @@
 """Read and write one shard of a log on Redis: the keys that share a hash tag (redis_store.py describes them)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agentspec.cache.store import redis_scripts
@@ -141,6 +141,30 @@ class RedisShard:
         """Return the tombstones behind ``low``, with their sessions."""
         found: dict[bytes, bytes] = self._client.command("HGETALL", f"{self.tag}tombstones")
         return [(parsed(number), session.decode()) for session, number in found.items() if parsed(number) > low]
+
+    def undone_erasures(self, marks: Mapping[str, Id]) -> list[str]:
+        """Return the sessions whose erasure the shard lacks, as ``Store.undone_erasures``. marks: their tombstones."""
+        names = list(marks)
+        found, held, oldest = self._client.commands(
+            [
+                ("HMGET", f"{self.tag}tombstones", *names),
+                ("HMGET", f"{self.tag}sessions", *names),
+                ("XRANGE", f"{self.tag}log", "-", "+", "COUNT", 1),
+            ]
+        )
+        # Behind the tombstone only newer entries are left. Retention removes it after all that is older.
+        begin = parsed(oldest[0][0]) if oldest else None
+        undone = []
+        for session, tombstone, usage in zip(names, found, held, strict=True):
+            if tombstone is not None and parsed(tombstone) >= marks[session]:
+                continue
+            if usage is not None:
+                first = self._client.run(redis_scripts.BOUNDS, [f"{self.tag}s:{session}"], [wire(START), -1])
+                if first and parsed(first[0]) < marks[session]:
+                    undone.append(session)
+            elif begin is not None and begin < marks[session]:
+                undone.append(session)
+        return undone
 
     def last(self) -> Id:
         """Return the id of the newest entry that was ever appended."""

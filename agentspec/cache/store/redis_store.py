@@ -10,8 +10,8 @@ All keys of a namespace have one hash tag, so that a cluster keeps them on one n
     {prefix:namespace}:3:tombstones  hash, session: id of its tombstone
     {prefix:namespace}:3:d:ID        entries of an erased session, still to be removed; the set :3:doomed has these keys
     {prefix:namespace}:3:w:WRITER    number and first id of the last batch that this writer has appended; expires
-    prefix:secret, prefix:shards     the store's secret; the number of shards
-    prefix:secret-id                 the id of the secret that the latest server to start has, its own or this one
+    prefix:secret, prefix:secret-id  the store's secret, and the id of the one in use (redis_secret.py)
+    prefix:shards                    the number of shards
     prefix:namespace                 channel on which each append and erasure is published
 
 and redis_index.py describes the index of all logs.
@@ -36,7 +36,6 @@ policies spare logs and tombstones.
 import heapq
 import logging
 import math
-import secrets
 import threading
 import time
 import uuid
@@ -67,6 +66,7 @@ from agentspec.cache.store.redis_client import RedisAddress, RedisClient
 from agentspec.cache.store.redis_index import LogIndex
 from agentspec.cache.store.redis_layout import Layout
 from agentspec.cache.store.redis_losses import LossWatch
+from agentspec.cache.store.redis_secret import RedisSecret
 from agentspec.cache.store.redis_shard import START, Id, RedisShard, id_of, parsed, wire
 from agentspec.cache.store.redis_trimming import Trimming
 from agentspec.cache.store.redis_waiting import Waiting
@@ -110,7 +110,7 @@ class RedisStore:
         self._entered: dict[str, float] = {}  # by namespace in the index: when to look whether it still is
         self._not_entered = False  # whether the latest try failed, which is logged once
         self._shards_checked = False
-        self._secret: bytes | None = None  # to put back if the store loses its own
+        self._secret = RedisSecret(self._client, prefix)
 
     def part(self, namespace: str) -> str:
         return self._layout.part(self._client, namespace)
@@ -199,6 +199,13 @@ class RedisStore:
         found = {shard.history(low) for shard, low in shards}
         return "trimmed" if "trimmed" in found else "lost" if "lost" in found else "whole"
 
+    def undone_erasures(self, namespace: str, erased: Mapping[str, str]) -> list[str]:
+        marks: dict[int | None, dict[str, Id]] = {}
+        for session, name in erased.items():
+            marks.setdefault(self._layout.place_of(session), {})[session] = id_of("erased", name)
+        shards = [(shard, of) for place, of in marks.items() for shard in self._shards(namespace, place)]
+        return [session for shard, of in shards for session in shard.undone_erasures(of)]
+
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
         names = self._index.names(prefix)
         if session is None:
@@ -234,17 +241,13 @@ class RedisStore:
         return Erasure(sum(removed for removed, _ in erased), True, name)
 
     def secret(self) -> bytes:
-        return self._secret_or(secrets.token_bytes(32))
+        return self._secret.get()
 
     def keep_secret(self, secret: bytes) -> None:
-        self._secret = secret
+        self._secret.keep(secret)
 
     def swap_secret_id(self, secret_id: str) -> str | None:
-        key = f"{self.prefix}:secret-id"
-        before: bytes | None = self.command("GET", key)
-        if before != secret_id.encode():  # a full server refuses to set what is there
-            self.command("SET", key, secret_id)
-        return None if before is None else before.decode()
+        return self._secret.swap_id(secret_id)
 
     def usage(self) -> Usage:
         return self._trimming.usage()
@@ -271,24 +274,6 @@ class RedisStore:
     def keys(self, pattern: str) -> set[str]:
         """Return the keys that match a pattern, on all nodes of a Cluster."""
         return self._client.keys(pattern)
-
-    def _secret_or(self, own: bytes) -> bytes:
-        """Return the store's secret. A store without one takes ``own``."""
-        key = f"{self.prefix}:secret"
-        if self.command("GET", key) is None:  # a full server refuses SET NX even if the key exists
-            self.command("SET", key, own, "NX")
-        held: bytes = self.command("GET", key)
-        return held
-
-    def _put_secret_back(self) -> None:
-        """Give the store this process's secret if it has lost its own, for example by FLUSHALL."""
-        if self._secret is not None and self._secret_or(self._secret) != self._secret:
-            self._secret = None  # so that this is logged once
-            logger.warning(
-                "agentspec: the store has another secret than this server, as where it was emptied and another server"
-                " started: servers that start from now on find nothing that this one stores; restart it, or give all"
-                " servers one AGENTSPEC_SECRET"
-            )
 
     def _answer(self, command: Sequence[str]) -> Any:
         """Return a command's answer; None if the server refuses it because another program owns its key."""
@@ -367,7 +352,7 @@ class RedisStore:
         try:
             self.command("SET", f"{self.prefix}:shards", self._layout.shards, "NX")
             self._index.enter(namespace)
-            self._put_secret_back()
+            self._secret.restore()
         except StoreUnavailableError:  # the append says so, too
             return
         except StoreError as error:

@@ -169,6 +169,15 @@ class _Database:
             return "lost"
         return "whole" if cursor >= trimmed else "trimmed"
 
+    def undone_erasures(self, namespace: str, erased: Mapping[str, str]) -> list[str]:
+        marks = json.dumps({session: sequence_of("erased", name) for session, name in erased.items()})
+        query = (
+            "SELECT key FROM json_each(?) WHERE EXISTS (SELECT 1 FROM entries WHERE namespace = ? AND session = key"
+            " AND erased = 0 AND sequence < json_each.value)"
+        )
+        with self._read() as connection:
+            return [session for (session,) in connection.execute(query, (marks, check_namespace(namespace)))]
+
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
         # Each step of the recursion is a search in the index of namespaces, so that a long log costs no more.
         query = (

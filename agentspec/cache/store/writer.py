@@ -50,8 +50,9 @@ class BackgroundWriter:
         self._trimmer = Trimmer(store, retention)
         self._records = WaitingRecords(max_bytes, max_entries, batch_entries)
         self._max_entries, self._batch_entries, self._batch_seconds = max_entries, batch_entries, batch_seconds
-        self._breaker = breaker or CircuitBreaker()
+        self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._hurry = False  # whether a batch need not wait for more records
+        self._failures = 0  # appends that failed because the whole store was away
         self._refusal_logged = False
         self._lost = False  # whether it was logged that the store is lost, and not yet that it is back
         self._tell_at = 0.0  # when that may be logged again, because a full store may be lost and back many times
@@ -82,13 +83,21 @@ class BackgroundWriter:
         with self._work:
             return self._settled.wait_for(lambda: not records.is_in_flight(session), timeout)
 
-    def flush(self, timeout: float) -> bool:
-        """Wait until all records put so far are written, dropped or refused. Returns False after ``timeout`` s."""
+    def flush(self, timeout: float, *, once: bool = False) -> bool:
+        """Wait until all records put so far are written, dropped or refused. Returns False after ``timeout`` s.
+
+        once: try a store that was away at once, because it may be back, and return False as soon as an append fails.
+        """
         with self._work:
-            target = self._records.newest
+            target, failures = self._records.newest, self._failures
             self._hurry = True
+            if once:
+                self._breaker.hurry()
             self._work.notify()
-            return self._settled.wait_for(lambda: self._records.oldest() > target, timeout)
+            self._settled.wait_for(
+                lambda: self._records.oldest() > target or (once and self._failures > failures), timeout
+            )
+            return self._records.oldest() > target
 
     def close(self, timeout: float = 2.0) -> None:
         """Write queued records for at most ``timeout`` seconds, and stop. The rest counts as dropped."""
@@ -294,6 +303,7 @@ class BackgroundWriter:
         """Queue the rest of a batch again, because the store is away. error, slow: of the append that failed."""
         with self._changing() as records:
             records.requeue()
+            self._failures += 1
             queued, closing = records.queued, self._closing()
         self._breaker.failure(slow=slow)
         now = time.monotonic()

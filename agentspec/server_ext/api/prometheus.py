@@ -58,6 +58,7 @@ _COUNTERS = (
     _Figure("followed_turns", "store.follower.applied", "Turns of other engines put into the suffix indexes."),
     _Figure("follower_skipped_records", "store.follower.skipped", "This engine's own records in the logs it follows."),
     _Figure("follower_erasures", "store.follower.erased", "Sessions that other engines erased, erased here too."),
+    _Figure("follower_undone_erasures", "store.follower.undone", "Erasures that the store had lost, repeated."),
     _Figure("follower_failures", "store.follower.failed", "Reads of the logs that failed; they are repeated."),
     _Figure("steps_held_back", "steps_held_back", "Steps without drafts because erasures may not be known yet."),
     _Figure("store_lost_records", "store.lost", "Records that the store acknowledged to this engine and lost since."),

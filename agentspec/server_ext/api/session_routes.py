@@ -155,7 +155,7 @@ async def export_session(request: Request, session_id: str) -> Response:
     """Return a session's turns, or 404 if the caller has no such session."""
     engine = drafting_engine(request)
     identity = _identity(engine, session_id)
-    payloads = await _run(engine, identity, "read", identity.session, identity.tenant, identity.principal is None)
+    payloads = await _run(engine, identity, "read", identity.session)
     log = await asyncio.to_thread(served_model_key, engine.vllm_config)
     body = await asyncio.to_thread(_export, session_id, log, payloads)
     if body is None:
@@ -300,6 +300,8 @@ def _parse(body: bytes | bytearray) -> ExportedSession | SessionTexts:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["loc"] == ("version",) and first["type"] != "missing":
             raise _refused("version: 1 expected; an export of another version needs a server that knows it") from None
+        if not first["loc"]:
+            raise _refused(f"body: a JSON object expected; {_GIVE_EXPORT}") from None
         remedy = f"; {_GIVE_EXPORT}" if first["type"] == "missing" else ""
         raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}{remedy}") from None
     except ValueError as error:

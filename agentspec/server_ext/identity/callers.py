@@ -106,6 +106,7 @@ class Callers:
         self._tenant_header = settings.tenant_header
         self._tenant = settings.tenant
         self._keys = None if settings.api_keys_file is None else ApiKeysFile(settings.api_keys_file)
+        self._told: set[str] = set()  # headers of which it was logged that a request lacks them
 
     def mac(self, kind: str, *parts: str | None) -> str:
         """Return a MAC of 32 hexadecimal digits over these parts. kind: its purpose, so that no two purposes mix."""
@@ -124,15 +125,23 @@ class Callers:
         if self._principal_header is not None:
             principal = presented.only(self._principal_header)
             if principal is None:
-                return Caller(NOBODY)
+                return self._nobody("principal_header", self._principal_header)
         if self._tenant_header is not None and presented.all(self._tenant_header):
             tenant = presented.only(self._tenant_header)
             if tenant is None:
-                return Caller(NOBODY)
+                return self._nobody("tenant_header", self._tenant_header)
         parts = (key, principal, tenant)
         owner = None if all(part is None for part in parts) else self.mac("principal", *parts)
         of_key = None if self._keys is None else self._keys.tenant_of(key)
         return Caller(owner, of_key or tenant or self._tenant)
+
+    def _nobody(self, setting: str, header: str) -> Caller:
+        """Return a caller without a usable header. Say so once, as a gateway that does not send it costs all drafts."""
+        if header not in self._told:
+            self._told.add(header)
+            message = "agentspec: a request without a usable header %s (%s) shares nothing; further ones are not logged"
+            logger.warning(message, header, setting)
+        return Caller(NOBODY)
 
 
 class ApiKeysFile:
@@ -183,6 +192,7 @@ class ApiKeysFile:
                 return
         else:
             self._unreadable = False
+            logger.info("agentspec: api_keys_file %s has changed: %d keys in force", self.path, len(self._tenants))
         self._seen = state
 
     def _state(self) -> tuple[int, ...] | None:
@@ -217,6 +227,8 @@ class ApiKeysFile:
         if not _DIGEST.fullmatch(digest):
             how = "printf %s KEY | sha256sum"
             raise self._wrong(number, f"begin with the SHA-256 of an API key, 64 hexadecimal digits ({how})")
+        if not tenant.strip():
+            raise self._wrong(number, "no tenant; name it behind the digest, or remove the line")
         try:
             return digest.lower(), check_session_id(tenant.strip(), field="tenant")
         except InvalidSessionError as error:

@@ -106,7 +106,7 @@ class RequestTagger:
     def __init__(self, callers: Callers, scope: Scope) -> None:
         self.callers = callers
         self._scope = scope
-        self._ignored = False
+        self._told: set[str] = set()  # keys of which it was logged that a request's value cannot be used
 
     def tag(
         self,
@@ -151,9 +151,10 @@ class RequestTagger:
         """Return the identity of a request with these ``extra_args``."""
         names, unusable = _usable_ids(extra)
         scope: Scope = "none" if SCOPE_KEY in unusable else extra.get(SCOPE_KEY, self._scope)
-        if unusable and not self._ignored:
-            self._ignored = True  # say it once; the counter ignored_ids shows the others
-            logger.warning("agentspec: %s of a request cannot be used and is ignored", " and ".join(unusable))
+        for name in [name for name in unusable if name not in self._told]:  # the counter ignored_ids shows the others
+            self._told.add(name)
+            counts_as = "counts as none" if name == SCOPE_KEY else "is ignored"
+            logger.warning("agentspec: %s of a request cannot be used and %s", name, counts_as)
         caller = self.callers.caller_of(presented)
         if caller.principal == NOBODY:
             return Identity(scope="none", principal=NOBODY, caller=NOBODY, ignored_ids=len(unusable))

@@ -131,6 +131,9 @@ class Persistence:
         except StoreUnavailableError as error:
             _warn_of_unknown_erasures(error)
         untold = [tenant for tenant in tenants if tenant not in told]
+        if untold:
+            message = "agentspec: saved suffix indexes of %d of %d tenants are not used: the store no longer has all of"
+            logger.warning(f"{message} what came since, so what was erased is unknown", len(untold), len(tenants))
         for tenant in untold:
             self._forget_tenant(tenant)
         return bool(untold) or self._follower.stats().erased > before
@@ -249,11 +252,10 @@ class Persistence:
     def flush(self, seconds: float) -> None:
         """Wait until the store has all turns saved so far, or for ``seconds``. Not for the engine's thread.
 
-        While some of them cannot be written, as where one log is refused, this does not wait.
+        While some of them cannot be written, as where the store is away or refuses one log, this does not wait.
         """
-        writer = self._writer.stats()
-        if writer.state == "closed" and not writer.refused_logs:
-            self._writer.flush(seconds)
+        if not self._writer.stats().refused_logs:
+            self._writer.flush(seconds, once=True)
 
     def stats(self) -> dict[str, Any]:
         """Return the state of writer, loader and follower, as JSON.
