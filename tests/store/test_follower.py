@@ -213,7 +213,7 @@ def test_a_log_is_followed_until_what_is_to_be_erased_again_is(process: Process)
     process.refusals = 0
     wait_until(lambda: process.erased_again)
     assert process.erased_again == [("t", "s")]
-    wait_until(lambda: not process.follower._logs[NS].late)  # it is noted after the call
+    wait_until(lambda: not process.follower._logs.all()[NS].late)  # it is noted after the call
     process.begin("log3", "t3")
     assert "t" in process.forgotten
     assert process.follower.stats().logs == 3
@@ -363,9 +363,9 @@ def test_an_owner_of_ever_new_logs_displaces_its_own(process: Process) -> None:
 def test_owners_of_logs_that_are_never_followed_take_no_more_memory(process: Process) -> None:
     for number in range(20_000):
         process.follower.use(f"log{number}", "eve")
-    assert len(process.follower._owners) == 4_096
+    assert len(process.follower._logs._owners) == 4_096
     process.begin("log19999", "t")
-    assert len(process.follower._owners) == 4_095
+    assert len(process.follower._logs._owners) == 4_095
 
 
 def test_two_logs_are_followed_side_by_side(process: Process) -> None:
@@ -390,10 +390,10 @@ def test_what_is_remembered_of_tombstones_and_owners_is_bounded(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentspec.cache.store.own_erasures._MAX_TOMBSTONES", 3)
-    monkeypatch.setattr("agentspec.cache.store.follower._MAX_OWNERS", 3)
+    monkeypatch.setattr("agentspec.cache.store.followed._MAX_OWNERS", 3)
     for number in range(10):
         process.follower.own.erase_session(NS, f"s{number}")
         assert not process.follower.use(f"log-{number}", "ada")
     newest = [process.store.tombstones(NS)[f"s{number}"] for number in (7, 8, 9)]
     assert [*process.follower.own._tombstones] == [entry_name(cursor) for cursor in newest]
-    assert [*process.follower._owners] == ["log-7", "log-8", "log-9"]
+    assert [*process.follower._logs._owners] == ["log-7", "log-8", "log-9"]

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from agentspec.cache.store import CircuitBreaker, Entry, Erasure, MemoryStore, Retention
+from agentspec.cache.store.base import entry_name
 from agentspec.errors import StoreUnavailableError
 from tests.store.followed_process import LIFE_SECONDS, OTHER, Process
 from tests.store.helpers import NS, entry_of, turn, wait_until
@@ -154,7 +155,7 @@ def test_only_so_many_erased_sessions_are_remembered(process: Process, monkeypat
     for number in range(6):
         process.store.erase_session(NS, f"s{number}")
     process.wait(erased=6)
-    log = process.follower._logs[NS]
+    log = process.follower._logs.all()[NS]
     wait_until(lambda: len(log.applied) == len(log.numbers) == 3, 20)
     assert [*log.numbers] == ["s3", "s4", "s5"]
 
@@ -223,3 +224,48 @@ def test_a_tenant_that_is_forgotten_needs_no_erasure_any_more(process: Process) 
     process.store.trim(Retention(records=0))  # the tombstone is gone, before it could be applied
     wait_until(process.follower.is_current)
     assert process.forgotten == ["t"]
+
+
+def test_an_erasure_that_the_store_has_lost_without_a_failure_is_repeated(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked for once a minute, of those known at the beginning, read since, and made here."""
+    known = {}
+    for session in ("before", "read", "own"):
+        if session == "read":
+            process.begin(NS, "t")
+        erase = process.follower.own.erase_session if session == "own" else process.store.erase_session
+        known[session] = entry_name(erase(NS, session).tombstone or "")
+    process.wait(erased=2)
+    asked = list[dict[str, str]]()
+
+    def undone(log: str, erased: dict[str, str]) -> list[str]:
+        asked.append(erased)
+        return ["read"] if len(asked) == 1 else []
+
+    monkeypatch.setattr(process.store, "undone_erasures", undone)
+    process.follower._look_at = 0.0
+    wait_until(lambda: process.erased_again)
+    assert (asked, process.erased_again, process.follower.stats().undone) == ([known], [("t", "read")], 1)
+
+
+def test_a_part_of_the_store_that_is_away_holds_up_no_log_of_the_others(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.begin(NS, "t")
+    process.begin("other", "u")
+    process.follower.own.erase_session(NS, "s")
+    calls = []
+
+    def away(log: str, erased: dict[str, str]) -> list[str]:
+        calls.append(log)
+        raise StoreUnavailableError("its node is away")
+
+    monkeypatch.setattr(process.store, "undone_erasures", away)
+    monkeypatch.setattr(process.store, "part", lambda log: "node" if log == NS else "")
+    process.follower._look_at = 0.0
+    wait_until(lambda: calls)
+    process.store.append("other", [entry_of(turn("o", 7))])
+    process.wait(delivered=1, failed=0)
+    assert calls == [NS], "it is asked again a few seconds later"
+    assert process.follower._look_at > 0.0

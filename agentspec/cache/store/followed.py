@@ -1,12 +1,15 @@
-"""Define how far a log was followed, and the counts of the follower."""
+"""Hold the logs that are followed, how far each was, and the counts of the follower."""
 
-from collections import OrderedDict
+import threading
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from agentspec.cache.store.breaker import CircuitBreaker, State
 
 _PAUSE_SECONDS = 1.0
 """First pause before a log that the store refuses to read is tried again."""
+_MAX_OWNERS = 4096
+"""Most logs, used but not followed yet, whose owners are remembered."""
 
 
 @dataclass(slots=True)
@@ -60,3 +63,64 @@ class FollowedLog:
     """owner of the log, if known; if there are too many logs, the owner with the most loses some"""
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(threshold=1, first_pause=_PAUSE_SECONDS))
     """open while the store refuses to read this log"""
+
+
+class FollowedLogs:
+    """Hold the logs that are followed, at most ``most`` if the others can be left. Any thread may make any call."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._logs: OrderedDict[str, FollowedLog] = OrderedDict()  # the one used last at the end
+        self._owners: OrderedDict[str, str] = OrderedDict()  # of logs that are used but not followed yet
+        self._lock = threading.Lock()
+
+    def use(self, name: str, owner: str | None) -> bool:
+        """Note that a log is used, and its owner. Returns whether it is followed."""
+        with self._lock:
+            if name in self._logs:
+                self._logs.move_to_end(name)
+                return True
+            if owner is not None:
+                self._owners[name] = owner
+                if len(self._owners) > _MAX_OWNERS:
+                    self._owners.popitem(last=False)
+            return False
+
+    def add(self, name: str, log: FollowedLog) -> None:
+        """Add a log, unless another thread did so meanwhile."""
+        with self._lock:
+            log.owner = self._owners.pop(name, None)
+            self._logs.setdefault(name, log)
+
+    def remove(self, name: str) -> None:
+        """Remove a log."""
+        with self._lock:
+            self._logs.pop(name, None)
+
+    def all(self) -> dict[str, FollowedLog]:
+        """Return the logs by their names."""
+        with self._lock:
+            return dict(self._logs)
+
+    def beyond_most(self) -> list[tuple[str, FollowedLog]]:
+        """Return the logs to leave, because there are too many.
+
+        Each time the owner with the most logs loses the one used longest ago, so a caller with ever new salts displaces
+        itself.
+        """
+        logs = list(self.all().items())
+        owned = Counter(log.owner or name for name, log in logs)
+        idle = []
+        for _ in range(len(logs) - self._most):
+            most = max(owned.values())
+            place = next(i for i, (name, log) in enumerate(logs) if owned[log.owner or name] == most)
+            name, log = logs.pop(place)
+            owned[log.owner or name] -= 1
+            idle.append((name, log))
+        return idle
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._logs
+
+    def __len__(self) -> int:
+        return len(self._logs)

@@ -7,15 +7,14 @@ An erasure is a tombstone in the log:
 - A turn of this process that was on its way to the store then lies behind the tombstone. When the follower reads the
   turn (`_skip`), it has the session erased again (`FollowedLog.late`).
 - The follower does not apply this process's own tombstones (`own_erasures.py`).
-- A Redis that was restarted, or failed over, may go back to a state before an erasure. So after each failure the
-  follower looks whether the erasures that it remembers are still there, and has the others repeated (`_find_undone`).
+- A Redis that was restarted, or failed over, may go back to a state before an erasure. So after each failure, and once
+  a minute, the follower looks for the erasures that it remembers, and has lost ones repeated (`_find_undone`).
 """
 
 import logging
-import math
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,7 +22,7 @@ from dataclasses import replace
 from agentspec.cache.store.base import Store, check_namespace, entry_name
 from agentspec.cache.store.breaker import CircuitBreaker
 from agentspec.cache.store.courtesy import Courtesy
-from agentspec.cache.store.followed import FollowedLog, FollowerStats
+from agentspec.cache.store.followed import FollowedLog, FollowedLogs, FollowerStats
 from agentspec.cache.store.own_erasures import OwnErasures
 from agentspec.cache.store.record_reader import RecordReader
 from agentspec.cache.store.records import EraseRecord, TurnRecord
@@ -42,8 +41,9 @@ _SLICE = 64  # most entries that are read between two looks at the time
 _SLICE_BYTES = 1 << 20  # about the most bytes that are read between two looks at the time
 _LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
 _RETRY_SECONDS = 0.05  # pause until a tenant with running requests, or a log that is not read yet, is looked at again
+_LOOK_SECONDS = 60.0  # longest time between two looks for erasures that the store has lost
+_PART_SECONDS = 5.0  # pause before such a look at a part of the store that was away
 _MAX_ERASED = 1024  # most erased sessions of a log that are remembered once all of it was read
-_MAX_OWNERS = 4096  # most logs, used but not followed yet, whose owners are remembered
 
 
 class Follower:
@@ -79,14 +79,14 @@ class Follower:
         self._take = take
         self._erase, self._erase_again, self._forget = erase, erase_again, forget
         self._learn = learn
-        self._max_logs = max_logs
         self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._reader = RecordReader()
-        self._logs: OrderedDict[str, FollowedLog] = OrderedDict()  # the one used last at the end
-        self._owners: OrderedDict[str, str] = OrderedDict()  # of logs that are used but not followed yet
+        self._logs = FollowedLogs(max_logs)
         self.own = OwnErasures(store, lambda log: log in self._logs)
         self._refused: set[str] = set()  # logs that the store refuses to read
         self._unerased: set[str] = set()  # logs with a tombstone that could not be applied here
+        self._unsure: set[str] = set()  # logs of which the store may have lost erasures
+        self._look_at = 0.0  # when all logs count as such, and when one in a part that is away is looked at
         self._counts = FollowerStats()
         self._alive = self._asked = time.monotonic()
         self.outdated: frozenset[str | None] = frozenset()  # tenants to forget as soon as no request of theirs runs
@@ -100,15 +100,7 @@ class Follower:
 
         owner: the log's owner. If there are too many logs, the owner with the most loses one.
         """
-        with self._wake:
-            if namespace not in self._logs:
-                if owner is not None:
-                    self._owners[namespace] = owner
-                    if len(self._owners) > _MAX_OWNERS:
-                        self._owners.popitem(last=False)
-                return False
-            self._logs.move_to_end(namespace)
-            return True
+        return self._logs.use(namespace, owner)
 
     def begin(self, namespace: str, tenant: str | None, *, used_too: bool = False, after: str | None = None) -> None:
         """Follow a log from its present end. Call it before the log is read, in a thread that may wait for the store.
@@ -133,20 +125,17 @@ class Follower:
                     self._counts.erased += 1
         if followed:
             return
+        known = OrderedDict([(entry_name(mark), session) for session, mark in marks.items()][-_MAX_ERASED:])
         with self._wake:
             if not self._logs:
                 self._alive = begun
-            owner = self._owners.pop(namespace, None)
-            # setdefault, because another thread may have begun to follow the log meanwhile
-            known = OrderedDict([(entry_name(mark), session) for session, mark in marks.items()][-_MAX_ERASED:])
-            self._logs.setdefault(namespace, FollowedLog(tenant, end, end, known, numbers, owner=owner))
+            self._logs.add(namespace, FollowedLog(tenant, end, end, known, numbers))
             self._wake.notify()
         self._leave_idlest()
 
     def places(self) -> dict[str, str]:
         """Return, for each followed log, the cursor up to which other processes' erasures were applied here."""
-        with self._wake:
-            return {name: log.erased for name, log in self._logs.items()}
+        return {name: log.erased for name, log in self._logs.all().items()}
 
     def is_current(self) -> bool:
         """Return whether all erasures older than LIFE_SECONDS were applied here, as far as the store answers."""
@@ -159,7 +148,7 @@ class Follower:
         """
         until = time.monotonic() + timeout
         with suppress(StoreError):
-            logs = [(log, entry_name(self._store.newest(name))) for name, log in tuple(self._logs.items())]
+            logs = [(log, entry_name(self._store.newest(name))) for name, log in self._logs.all().items()]
             while any(log.late or entry_name(log.cursor) < end for log, end in logs) and time.monotonic() < until:
                 time.sleep(_RETRY_SECONDS)
 
@@ -189,6 +178,7 @@ class Follower:
                 continue
             begun = time.monotonic()
             try:
+                self._find_undone(begun)
                 whole = self._leave_gaps(all_logs=begun - self._asked >= LIFE_SECONDS)
                 if whole:
                     self._follow()
@@ -231,8 +221,6 @@ class Follower:
         for name in logs if all_logs else (self._refused | self._unerased) & logs.keys():
             log = logs[name]
             with self._alone(name, log):
-                if all_logs:
-                    self._find_undone(name, log)
                 history = self._store.history(name, log.erased)
                 if history == "whole":
                     continue
@@ -248,15 +236,27 @@ class Follower:
         self.outdated = frozenset(outdated)
         return not outdated
 
-    def _find_undone(self, name: str, log: FollowedLog) -> None:
-        """Have the sessions erased again whose erasure the store has lost."""
-        undone = self.own.undone(name, log.applied)
-        if undone:
-            log.late.update(undone)
-            with self._wake:
-                self._counts.undone += len(undone)
-            message = "agentspec: the store went back to an older state; %d erasures in log %s are repeated"
-            logger.warning(message, len(undone), name)
+    def _find_undone(self, now: float) -> None:
+        """Note the sessions whose erasure the store has lost, so that they are erased again."""
+        logs = self._to_follow()
+        if now >= self._look_at:
+            self._unsure, self._look_at = set(logs), now + _LOOK_SECONDS
+        for name in self._unsure & logs.keys():
+            log, undone = logs[name], list[str]()
+            try:
+                with self._alone(name, log):
+                    undone = self.own.undone(name, log.applied)
+            except StoreUnavailableError:
+                if not self._store.part(name):
+                    raise
+                self._look_at = now + _PART_SECONDS  # the other parts are followed meanwhile
+            self._unsure.discard(name)
+            if undone:
+                log.late.update(undone)
+                with self._wake:
+                    self._counts.undone += len(undone)
+                message = "agentspec: the store went back to an older state; %d erasures in log %s are repeated"
+                logger.warning(message, len(undone), name)
 
     def _follow(self) -> None:
         """Wait for new entries once, and deal with them."""
@@ -283,8 +283,7 @@ class Follower:
 
     def _to_follow(self) -> dict[str, FollowedLog]:
         """Return the logs that may be read now: all but those that the store has refused to read lately."""
-        with self._wake:
-            logs = dict(self._logs)
+        logs = self._logs.all()
         self._refused &= logs.keys()
         for name in self._refused:
             if logs[name].breaker.wait() > 0.0:
@@ -390,27 +389,15 @@ class Follower:
     def _leave_idlest(self) -> None:
         """Stop following logs if there are too many and the cache can forget their tenants.
 
-        Each time the owner with the most logs loses the one used longest ago, so a caller with ever new salts displaces
-        itself. A log in which a session must still be erased again stays.
+        A log in which a session must still be erased again stays.
         """
-        with self._wake:
-            logs = list(self._logs.items())
-        owned = Counter(log.owner or name for name, log in logs)
-        idle = []
-        for _ in range(len(logs) - self._max_logs):
-            most = max(owned.values())
-            place = next(i for i, (name, log) in enumerate(logs) if owned[log.owner or name] == most)
-            name, log = logs.pop(place)
-            owned[log.owner or name] -= 1
-            idle.append((name, log))
-        for name, log in idle:
+        for name, log in self._logs.beyond_most():
             if not log.late and self._forget(log.tenant):
-                with self._wake:
-                    self._logs.pop(name, None)
-                    self._unerased.discard(name)
+                self._logs.remove(name)
+                self._unerased.discard(name)
 
     def _fail(self, error: Exception) -> None:
-        self._asked = -math.inf  # the store may be another one, or go back to an older state
+        self._look_at = 0.0  # the store may come back in an older state
         with self._wake:
             self._counts.failed += 1
         if self._breaker.failure():
