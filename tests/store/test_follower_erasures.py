@@ -180,6 +180,19 @@ def test_no_tombstone_waits_for_this_process_s_own_records(process: Process, mon
     assert skipped_before == [8]
 
 
+def test_who_settles_waits_until_late_turns_are_erased_though_all_is_read(process: Process) -> None:
+    process.refusals = 1_000_000
+    process.begin(NS, "t")
+    process.number = 7
+    process.store.erase_session(NS, "s")
+    process.wait(erased=1)
+    process.store.append(NS, [entry_of(turn("s", 5, writer=OTHER))])  # was on its way
+    wait_until(lambda: process.refusals < 1_000_000)  # it is read by now, and cannot be erased yet
+    process.refusals = 0
+    process.follower.settle(20.0)
+    assert process.erased_again == [("t", "s")]
+
+
 def test_it_is_not_current_after_a_freeze_though_its_connection_is_lost(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
