@@ -216,6 +216,26 @@ def test_what_was_read_while_its_session_was_erased_is_not_applied_after_that() 
     persistence.close()
 
 
+def test_what_was_read_while_its_session_was_erased_again_is_not_applied_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A turn behind its session's tombstone was read, with its group, before the store erased it."""
+    cache, store = SuffixCache(), MemoryStore()
+    persistence = Persistence(cache, store, LOGS, preload=0)
+    erase = store.erase_session
+
+    def erase_session(log: str, session: str) -> Erasure:
+        read = [turn("a", 1, group="g"), turn("b", 2, group="g")]
+        persistence._loader.ready.put(Loaded(Wanted(log, group="g"), read), set())
+        return erase(log, session)
+
+    monkeypatch.setattr(store, "erase_session", erase_session)
+    persistence._erase_again(None, "b", lambda tenant, session: None)
+    assert persistence.apply_loaded(1.0) == 1
+    assert cache.has_session(None, "a") and not cache.has_session(None, "b")
+    persistence.close()
+
+
 def test_an_erasure_is_complete_if_it_is_in_each_log(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
