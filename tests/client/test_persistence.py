@@ -69,6 +69,26 @@ def test_a_process_that_never_closes_its_client_loses_nothing(server: FakeServer
     assert folder.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_that_ends_leaves_waiting_messages_to_its_parent(server: FakeServer, tmp_path: Path) -> None:
+    script = f"""
+        import os, sys
+        from agentspec import AgentClient
+        client = AgentClient(base_url={server.url!r}, model="small")
+        session = client.session("fix-42")
+        session.add({{"role": "system", "content": "Be brief."}})  # it waits until the stored messages are read
+        child = os.fork()
+        if not child:
+            sys.exit()
+        os.waitpid(child, 0)
+        print(len(session.messages))
+    """
+    environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path / "data")}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["1"]
+
+
 def test_a_session_dropped_and_taken_up_again_in_one_process(server: FakeServer) -> None:
     with AgentClient(base_url=server.url, model="small", store="memory://") as client:
         client.session("s").chat("one")
