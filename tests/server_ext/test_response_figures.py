@@ -77,6 +77,26 @@ def test_a_stream_has_them_before_its_end(start: Start) -> None:
     assert len(plain) == 3 and asked == [*plain[:-1], added, "[DONE]"]
 
 
+@pytest.mark.parametrize("body", [{}, {"stream": True}])
+def test_a_response_has_the_figures_of_its_own_call_though_a_later_one_has_its_id(
+    start: Start, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    """A caller chooses the ids (``X-Request-Id``), and may give one to several calls at once."""
+    server, engine = start()
+    add_chat(server, engine)
+    ran = engine.ran
+
+    def ran_twice(request_id: str, sender: Presented | None) -> None:
+        caller = ran(request_id, sender).caller
+        later = engine.metrics[0].begin(request_id, caller, "a later call")
+        engine.metrics[0].add_step(later, 7, (), ())
+
+    monkeypatch.setattr(engine, "ran", ran_twice)
+    response = server.post("/v1/chat/completions", json=body, headers=ASK)
+    assert '"tokens":0' in response.text and '"tokens":7' not in response.text
+    assert server.get("/v1/agentspec/requests/r").json()["tokens"] == 7
+
+
 def test_nobody_is_told_anothers_figures(start: Start) -> None:
     server, engine = start("ada", "bob")
     add_chat(server, engine, sender=shown("ada"))
