@@ -50,6 +50,51 @@ def test_siblings_of_a_long_prompt_are_asked_as_the_oracle_does() -> None:
         pair.propose(names, 8)
 
 
+@pytest.mark.parametrize("others", [[5501], [5999]], ids=["lower", "higher"])
+def test_what_a_sibling_shared_says_nothing_about_the_next_sibling(others: list[int]) -> None:
+    """The next one has other tokens before a part of the shared text, at the place where it lies in the first one."""
+    shared, begin, end = RANDOM[:600], [5600], [5700, 5701]
+    pair = Pair(vocab_size=6000)
+    pair.start("first", [*begin, *shared], None, "t", group="g")
+    pair.start("next", [*others, *shared, 5800, 5801, 5802, 5803], None, "t", group="g")
+    pair.start("r", [*end, *begin, *shared], None, "t", group="g")
+    pair.extend("first", [5800, 5801, 5802, 5810])
+    pair.catch_up(10**9)
+    pair.propose(["r"], 4)
+    pair.extend("r", [5800])
+    pair.propose(["r"], 4)
+    pair.extend("next", [*end, *begin, *shared, 5800, 5801, 5802, 5900, 5901])
+    pair.catch_up(10**9)
+    pair.extend("r", [5801])
+    assert pair.propose(["next", "r"], 4)[1][0] == 5802
+    pair.extend("r", [5802])
+    assert pair.propose(["r"], 4)[0][0] == 5900
+
+
+@pytest.mark.parametrize("other", [1, 5999])
+def test_what_a_sibling_shared_is_forgotten_once_the_engine_takes_its_tokens_back(other: int) -> None:
+    """It says most of them again, so that text which differs lies in the place of what was shared."""
+    shared = RANDOM[:600]
+    pair = Pair(vocab_size=6000)
+    before = [*shared[-300:], 5800, 5801, 5900, 5901, 5902]
+    first = [*before, 5600, *shared, 5800, 5801]
+    row = [5700, 5600, *shared]
+    pair.start("first", before, None, "t", group="g")
+    pair.start("r", row, None, "t", group="g")
+    pair.extend("first", first[len(before) :])
+    pair.catch_up(10**9)
+    pair.propose(["r"], 4)
+    row += [5800]
+    pair.step(["r"], [row], [4], [0])
+    cut = first[: len(before) + 400]
+    pair.step(["first"], [cut], [0], [0])
+    again = [*cut, other, *first[len(cut) + 1 :], 5850, 5851]
+    pair.step(["first"], [again], [0], [0])
+    pair.catch_up(10**9)
+    row += [5801]
+    assert pair.step(["r"], [row], [4], [0]).lists()[0][0] == 5900
+
+
 def alone(text: Sequence[int], known: int) -> Callable[[], None]:
     """Return a step of one request that has `known` tokens of the text and adds one in each step."""
     cache = SuffixCache()
