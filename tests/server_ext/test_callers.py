@@ -196,6 +196,10 @@ class TestApiKeysFile:
         path.write_text(f"{hashlib.sha256(b'tabbed').hexdigest()}\tacme\n")
         assert ApiKeysFile(path).tenant_of("tabbed") == "acme"
 
+    def test_a_comment_may_be_indented(self, path: Path) -> None:
+        path.write_text(f"  # of ada\n\t#\n{digest('ada')} acme\n")
+        assert ApiKeysFile(path).tenant_of("ada") == "acme"
+
     def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(self, path: Path) -> None:
         path.write_bytes(b"\xef\xbb\xbf" + f"{digest('ada')} acme".encode())
         assert ApiKeysFile(path).tenant_of("ada") == "acme"
@@ -232,6 +236,21 @@ class TestApiKeysFile:
         path.unlink()
         now[0] += 1.1
         assert found.tenant_of("ada") == "again"
+
+    def test_another_file_in_its_place_is_read_though_its_size_and_time_are_the_same(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Programs that copy files keep their times, and a line of one key is as long as that of another."""
+        now = [1000.0]
+        monkeypatch.setattr("agentspec.server_ext.identity.callers.time.monotonic", lambda: now[0])
+        found, before = ApiKeysFile(path), path.stat()
+        other = path.with_name("other")
+        other.write_text(path.read_text().replace(digest("ada"), digest("eve")))
+        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+        other.replace(path)
+        assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        now[0] += 1.1
+        assert (found.tenant_of("ada"), found.tenant_of("eve")) == (None, "acme")
 
     def test_a_file_that_is_being_written_takes_no_key_away(
         self, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -289,6 +308,12 @@ class TestApiKeysFile:
         assert [record.getMessage().count("Too many open files") for record in caplog.records] == [1]
         now[0] += 1.1
         assert (found.tenant_of("ada"), found.tenant_of("bob")) == (None, "moved")
+        path.write_text(f"{digest('ada')} back again\n")
+        with monkeypatch.context() as full:
+            full.setattr(Path, "read_text", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+            now[0] += 1.1
+            assert found.tenant_of("bob") == "moved"
+        assert len(caplog.records) == 2, "each time that it cannot be read is logged once"
 
 
 class TestAdminKey:
