@@ -78,6 +78,10 @@ class TestCalibrator:
         judged = [calibrator.judged(SuffixToken(1, suffix), 0, 0.1, 0.6).probability for suffix in (0.2, 0.5, 0.9)]
         assert judged == sorted(judged)
 
+    def test_a_token_of_which_the_model_does_not_tell_is_less_likely_than_one_that_it_almost_takes(self) -> None:
+        calibrator, suffix = AcceptanceCalibrator(), SuffixToken(1, 0.5)
+        assert calibrator.judged(suffix, 0, None, 0.6).probability < calibrator.judged(suffix, 0, 0.6, 0.6).probability
+
     def test_a_token_is_worth_what_it_was_where_the_suffix_indexes_said_as_much(self) -> None:
         """Tokens without probabilities: right where the indexes draft nothing, wrong behind a token off their draft."""
         calibrator = AcceptanceCalibrator()

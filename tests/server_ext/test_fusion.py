@@ -118,6 +118,26 @@ def decode(
     return result
 
 
+class Rows:
+    """Step rows by hand that all have the same text. limits: most draft tokens of each."""
+
+    def __init__(self, fusion: DraftFusion, cache: SuffixCache, limits: Sequence[int] = (8,)) -> None:
+        self.names = [f"row {number}" for number in range(len(limits))]
+        for name in self.names:
+            cache.start(name, [1, 2, 3], tenant="t")
+        self.states, self.handle = [request(name) for name in self.names], cache.batch(self.names)
+        self.limits, self.fusion = np.array(limits, np.int32), fusion
+
+    def step(self, text: Sequence[int], model: Oracle) -> list[list[int]]:
+        """Take a step at whose beginning each row's response is `text`. Return the drafts."""
+        count = len(self.names)
+        tokens = np.array([[1, 2, 3, *text]] * count, np.int32)
+        lengths, none = np.full(count, tokens.shape[1], np.int32), np.zeros(count, np.int32)
+        model.length = len(text)
+        rows = DraftRows(self.states, self.handle, tokens, np.arange(count, dtype=np.int32), lengths, self.limits, none)
+        return self.fusion.draft(rows, model, 0.02, 1.0).drafts.lists()
+
+
 @pytest.fixture
 def cache() -> SuffixCache:
     return SuffixCache(policy=DraftPolicy(max_draft=16), vocab_size=VOCABULARY)
@@ -195,6 +215,33 @@ class TestFusion:
         for proposals in asked:
             assert (proposals[1] == FREE).all()
             assert (proposals[0][0] != FREE).all()
+
+    def test_the_draft_is_the_models_where_it_is_surer_of_another_text(self, cache: SuffixCache) -> None:
+        text, fusion = TEXT[:40], DraftFusion(cache)
+        decode(fusion, cache, [1, 2, 3], text, Oracle(text, 1.0))
+        other = [*text[:20], *TEXT[100:120]]
+        assert Rows(fusion, cache).step(text[:20], Oracle(other, 1.0, sure=0.99)) == [other[20:23]]
+
+    def test_a_step_is_learned_from_once_though_the_model_does_not_run_in_the_next_ones(
+        self, cache: SuffixCache, clock: Clock
+    ) -> None:
+        text, fusion = TEXT[:40], DraftFusion(cache)
+        rows, model = Rows(fusion, cache), Whole(text, clock)
+        rows.step(text[:1], model)
+        model.choices = (0,)  # from now on it cannot run
+        rows.step(text[:2], model)
+        learned = fusion.stats()["tokens"]
+        assert learned["own"]["seen"] == 1
+        rows.step(text[:3], model)
+        assert fusion.stats()["tokens"] == learned
+
+    def test_a_drafter_of_whole_batches_is_asked_for_rows_that_may_have_a_draft(
+        self, cache: SuffixCache, clock: Clock
+    ) -> None:
+        model = Whole(TEXT[:40], clock)
+        drafts = Rows(DraftFusion(cache), cache, limits=(8, 0)).step(TEXT[:1], model)
+        assert [len(draft) > 0 for draft in drafts] == [True, False]
+        assert [rows for rows, _ in model.launched] == [[0]]
 
     def test_a_drafter_of_whole_batches_drafts_new_text_and_stops_in_repeated_text(
         self, cache: SuffixCache, clock: Clock

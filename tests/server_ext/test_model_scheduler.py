@@ -43,6 +43,19 @@ class TestModelTime:
         time.observe(1, 10.0)
         assert (time.seconds(1) or 1.0) < 0.0012
 
+    def test_slow_first_runs_do_not_count(self) -> None:
+        """They compile and allocate."""
+        time = ModelTime()
+        for seconds in (5.0, 0.5, 0.001):
+            time.observe(1, seconds)
+        assert time.seconds(1) == 0.001
+
+    def test_a_pause_in_the_first_run_of_a_size_is_none_either(self) -> None:
+        time = ModelTime()
+        time.observe(1, 0.001)
+        time.observe(2, 10.0)
+        assert time.seconds(2) == pytest.approx(3 * 0.002), "three times what one row lets expect"
+
 
 class TestScheduler:
     @staticmethod
@@ -195,6 +208,14 @@ class TestPasses:
         assert [times.beyond_least(1, tokens) for tokens in (0, 3)] == pytest.approx([0.0, 0.003])
         times.observe(1, RESTS, 0.001)
         assert [times.beyond_least(1, tokens) for tokens in (RESTS, 0, 3)] == pytest.approx([0.0, 0.004, 0.007])
+
+    def test_noise_in_the_times_makes_no_pass_pay_by_itself(self) -> None:
+        times = PassTime()
+        for tokens, seconds in ((1, 0.008), (3, 0.004)):
+            times.observe(1, tokens, seconds)
+        assert times.saved(1, 3, 0) == 0.0, "more tokens take no less time"
+        times.observe(1, RESTS, 0.020)
+        assert times.saved(1, 3, RESTS) == 0.0, "a rest takes no longer than a run"
 
     def test_it_drafts_all_before_anything_is_known(self) -> None:
         assert self.choose(DraftModelScheduler()) == 3
