@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -21,6 +22,9 @@ from tests.store.helpers import LOGS, wait_until
 TENANT = "t"
 LOG = LOGS.of(TENANT)
 _OUTPUT = 24  # tokens of a turn
+
+wait_for_server = partial(wait_until, timeout=180.0)
+"""Wait until a condition holds that a server, or many turns, have to bring about."""
 
 
 class Serving:
@@ -70,7 +74,7 @@ class Serving:
     def go_on(self, turns: int) -> None:
         """Wait until `turns` more turns have ended."""
         until = self.turns + turns
-        wait_until(lambda: self.turns >= until or not self._thread.is_alive())
+        wait_for_server(lambda: self.turns >= until or not self._thread.is_alive())
         assert self._thread.is_alive(), "decoding has stopped"
 
     def settle(self) -> None:

@@ -13,8 +13,8 @@ import pytest
 from agentspec.cache.store import BackgroundWriter, NewEntry, Retention, decode, open_store
 from agentspec.errors import StoreUnavailableError
 from agentspec.testing.redis_server import RedisClusterServers, RedisSentinels, RedisServer
-from tests.faults.serving import LOG, TENANT, Serving, SlowNetwork
-from tests.store.helpers import number_of, turn, wait_until
+from tests.faults.serving import LOG, TENANT, Serving, SlowNetwork, wait_for_server
+from tests.store.helpers import number_of, turn
 
 pytestmark = [pytest.mark.store, pytest.mark.alone]
 
@@ -31,7 +31,7 @@ def test_frozen() -> None:
     with RedisServer() as server, Serving(server.url) as serving:
         server.freeze()
         serving.go_on(60)
-        wait_until(lambda: serving.persistence.stats()["writer"]["state"] != "closed")
+        wait_for_server(lambda: serving.persistence.stats()["writer"]["state"] != "closed")
         server.thaw()
         serving.go_on(20)
         has_all(serving)
@@ -55,7 +55,7 @@ def test_restarted_empty(caplog: pytest.LogCaptureFixture) -> None:
         serving.go_on(20)
         server.kill()
         serving.go_on(20)
-        wait_until(lambda: serving.persistence.stats()["writer"]["state"] != "closed")
+        wait_for_server(lambda: serving.persistence.stats()["writer"]["state"] != "closed")
         acknowledged = serving.acknowledged()
         held = serving.engine.cache.stats().tokens
         time.sleep(1.1)  # a longer outage of a log cut by retention would drop its tenant's text
@@ -76,7 +76,7 @@ def test_full() -> None:
     with RedisServer({"maxmemory-policy": "noeviction"}) as server, Serving(server.url) as serving:
         server.client().config_set("maxmemory", "1mb")
         serving.go_on(40)
-        wait_until(lambda: serving.persistence.stats()["writer"]["failed"] > 0)
+        wait_for_server(lambda: serving.persistence.stats()["writer"]["failed"] > 0)
         server.client().config_set("maxmemory", "0")
         has_all(serving)
         serving.never_waited()
@@ -123,7 +123,7 @@ def test_a_failover_by_sentinels(caplog: pytest.LogCaptureFixture) -> None:
         serving.go_on(40)
         first = servers.master()
         first.kill()
-        wait_until(lambda: servers.master() is not first)
+        wait_for_server(lambda: servers.master() is not first)
         serving.go_on(40)
         serving.settle()
         stored, lost = serving.stored(), serving.persistence.stats()["lost"]
@@ -139,7 +139,7 @@ def test_a_frozen_master_is_left_for_the_replica() -> None:
     with RedisSentinels() as servers, Serving(servers.url) as serving:
         first = servers.master()
         first.freeze()
-        wait_until(lambda: servers.master() is not first)
+        wait_for_server(lambda: servers.master() is not first)
         serving.go_on(20)
         serving.settle()
         first.thaw()
@@ -179,7 +179,7 @@ def test_a_node_of_a_cluster_frozen() -> None:
         owner = servers.owner(servers.slot(f"{{agentspec:{LOG}}}:3:log"))
         owner.freeze()
         serving.go_on(60)
-        wait_until(lambda: serving.persistence.stats()["writer"]["state"] != "closed")
+        wait_for_server(lambda: serving.persistence.stats()["writer"]["state"] != "closed")
         owner.thaw()
         has_all(serving)
         serving.never_waited()
@@ -209,7 +209,7 @@ def test_a_node_of_a_cluster_that_is_away_holds_up_no_log_of_the_others(fault: s
             for log in logs:
                 writer.put(log, turn("s", number))
             acknowledged = 20 * len(logs) + (number - 19) * len(others)
-            wait_until(lambda count=acknowledged: writer.stats().persisted >= count)  # type: ignore[misc]
+            wait_for_server(lambda count=acknowledged: writer.stats().persisted >= count)  # type: ignore[misc]
             slowest = max(slowest, time.monotonic() - begin)
             time.sleep(0.1)  # altogether longer than the Cluster takes to notice
         assert slowest < 15, slowest  # one attempt at the node; they come once a second, then more rarely
@@ -270,7 +270,7 @@ def test_a_slow_session_holds_up_no_other() -> None:
             Serving(f"redis://127.0.0.1:{network.port}/0") as serving,
         ):
             cache = serving.engine.cache
-            wait_until(lambda: not any(cache.needs_load(TENANT, other) for other in others))
+            wait_for_server(lambda: not any(cache.needs_load(TENANT, other) for other in others))
             assert cache.needs_load(TENANT, slow)
             assert serving.persistence.stats()["loader"]["failed"] > 0
             serving.stop()

@@ -21,7 +21,8 @@ from agentspec.cache.store import (
     open_store,
 )
 from agentspec.testing.redis_server import RedisServer
-from tests.store.helpers import NS, gather, number_of, turn, wait_until
+from tests.faults.serving import wait_for_server
+from tests.store.helpers import NS, gather, number_of, turn
 
 # Prints the number of acknowledged records whenever it has changed, until it is killed.
 _WRITER = """
@@ -160,7 +161,7 @@ def test_redis_killed_in_the_middle_costs_nothing_but_waiting(caplog: pytest.Log
         for _ in range(5):
             put(100)
             time.sleep(0.02)
-        wait_until(lambda: writer.stats().state != "closed")
+        wait_for_server(lambda: writer.stats().state != "closed")
         put(100)
         stats = writer.stats()
         assert stats.persisted == 300
@@ -188,7 +189,7 @@ def test_redis_killed_while_batches_fly_neither_loses_nor_doubles_a_record() -> 
             for number in range(put, put + 1500):
                 writer.put(NS, turn("s", number))
             put += 1500
-            wait_until(lambda count=put - 1000: writer.stats().persisted > count)  # type: ignore[misc]
+            wait_for_server(lambda count=put - 1000: writer.stats().persisted > count)  # type: ignore[misc]
             server.kill()
             kills += writer.stats().queued > 0  # otherwise this process was held up before
             server.start()
@@ -220,7 +221,7 @@ def test_a_redis_that_hangs_is_left_after_its_timeout() -> None:
             loader.request(S)
             assert loader.take() is None
             assert time.perf_counter() - begin < 2  # the store never answers
-            wait_until(lambda: writer.stats().failed >= 1 and loader.stats().failed >= 1)
+            wait_for_server(lambda: writer.stats().failed >= 1 and loader.stats().failed >= 1)
         finally:
             subprocess.run(["kill", "-CONT", str(server.process_id)], check=True)
         assert writer.flush(60)
@@ -239,7 +240,7 @@ def test_the_loader_waits_for_a_redis_that_is_not_there_yet() -> None:
         server.kill()
         loader = BackgroundLoader(store, breaker=quick())
         loader.request(S)
-        wait_until(lambda: loader.stats().state != "closed")
+        wait_for_server(lambda: loader.stats().state != "closed")
         assert loader.is_pending(S)
         server.start()
         gather(loader, S)

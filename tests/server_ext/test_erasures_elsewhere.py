@@ -392,9 +392,15 @@ def test_what_retention_took_while_a_process_could_not_read_it_may_have_been_an_
     time.sleep(1.1)
     away.set()
     wait_until(here.persistence.outdated)
-    while here.persistence.outdated() or not here.persistence.is_current():  # requests come all the time
+
+    def is_forgotten() -> bool:
+        if not here.persistence.outdated() and here.persistence.is_current():
+            return True
         assert here.drafts(text(100, 5)) == []
-        here.begin([4, 5], "other")
+        here.begin([4, 5], "other")  # requests come all the time
+        return False
+
+    wait_until(is_forgotten)
     assert not here.cache.has_session(TENANT, "s") and here.drafts(text(100, 5), "s") == []
     here.wait(lambda: here.drafts(text(300, 5)) == text(305, 4))
 
@@ -406,6 +412,8 @@ def test_a_process_that_was_frozen_drafts_nothing_of_what_was_erased_meanwhile(s
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, f"sqlite:///{tmp_path}/log.db"], stdout=subprocess.PIPE, bufsize=0
     )
+    deadline = threading.Timer(60.0, child.kill)  # reading its lines waits without one
+    deadline.start()
     try:
         assert child.stdout is not None
         while child.stdout.readline() != b"1\n":  # until the child drafts what this process said
@@ -424,5 +432,6 @@ def test_a_process_that_was_frozen_drafts_nothing_of_what_was_erased_meanwhile(s
         assert child.poll() is None
         assert lines.count(b"0\n") == 300, lines
     finally:
+        deadline.cancel()
         child.kill()
         child.wait()

@@ -25,6 +25,9 @@ from agentspec.cache.store.sqlite_file import FRONT
 from agentspec.cache.types import Int32Array
 from agentspec.errors import StoreUnavailableError
 
+_LOOK_SECONDS = 0.002
+_LONGEST_WAIT = 180.0
+
 NS = "0123abcd"
 LOGS = LogNames("0123456789abcdef", b"secret of the tests")
 
@@ -78,12 +81,20 @@ def entry_of(record: TurnRecord) -> NewEntry:
     return NewEntry(record.session, encode(record), record.group)
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 180.0) -> None:
-    """Wait until ``condition`` holds. Raise AssertionError after ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
+def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
+    """Wait until ``condition`` holds. Raise AssertionError after ``timeout`` seconds.
+
+    Time for which a busy machine holds this thread up does not count, up to three minutes in all: it holds up the
+    awaited threads, too. So the timeout can be short, and a test that fails does so within seconds. No test waits for
+    longer than one second on an idle machine.
+    """
+    begin, held_up = time.monotonic(), 0.0
     while not condition():
-        assert time.monotonic() < deadline, "the awaited condition did not come true"
-        time.sleep(0.002)
+        looked = time.monotonic()
+        waited = looked - begin
+        assert waited - held_up < timeout and waited < max(timeout, _LONGEST_WAIT), "what was awaited did not come true"
+        time.sleep(_LOOK_SECONDS)
+        held_up += max(0.0, time.monotonic() - looked - 2 * _LOOK_SECONDS)
 
 
 def gather(loader: BackgroundLoader, *wanted: Wanted) -> list[TurnRecord]:
