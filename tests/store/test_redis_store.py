@@ -186,6 +186,40 @@ def test_a_log_that_the_server_lost_was_not_trimmed(store: RedisStore) -> None:
     assert store.history(NS, before) == "lost"
 
 
+def test_what_has_no_session_was_used_when_the_latest_of_its_shards_was(server: RedisServer) -> None:
+    with closing(open_store(f"{server.url}?shards=2&prefix=no-session")) as store:
+        used = []
+        for _ in range(3):  # in one shard, then in the other, then in the first one again
+            time.sleep(0.002)
+            store.append(NS, [NewEntry("", b"x")])
+            (usage,) = store.sessions(NS)
+            used.append(usage.used)
+        assert usage.records == 3 and used == sorted(set(used))
+
+
+def test_a_log_is_trimmed_if_one_shard_is_though_the_server_lost_another(server: RedisServer) -> None:
+    """A tombstone may be gone with what was trimmed, so those who follow the log must forget its text."""
+    with closing(open_store(f"{server.url}?shards=2&prefix=two-fates")) as store:
+        assert isinstance(store, RedisStore)
+        places = [store._layout.place_of(session) for session in ("s", "t")]
+        assert sorted(map(str, places)) == ["0", "1"]
+        for session in ("s", "t"):
+            store.append(NS, [NewEntry(session, b"0")])
+        read_to = store.newest(NS)
+        for _ in range(2):
+            time.sleep(0.002)  # so that the store trims in this order
+            store.append(NS, [NewEntry("s", b"1")])
+        while store.trim(Retention(records=1)).more:
+            pass
+        raw(store).delete(*store.keys(f"{store._shards(NS, places[1])[0].tag}*"))
+        store.append(NS, [NewEntry("t", b"2")])
+        assert [
+            shard.history(low)
+            for shard, low in zip(store._shards(NS), store._layout.read_cursor("after", read_to), strict=True)
+        ] == (["trimmed", "lost"] if places[0] == 0 else ["lost", "trimmed"])
+        assert store.history(NS, read_to) == "trimmed"
+
+
 def test_a_server_that_lost_its_secret_gets_it_back_or_it_is_said(
     server: RedisServer, store: RedisStore, caplog: pytest.LogCaptureFixture
 ) -> None:
