@@ -228,6 +228,28 @@ def test_the_first_samples_say_what_the_file_is_of(tmp_path: Path) -> None:
             assert journal.without_reward() == {sample(0).key, sample(2).key}
 
 
+def test_the_first_sample_of_an_epoch_says_whose_weights_wrote_it(tmp_path: Path) -> None:
+    with Journal(tmp_path / "rollouts.jsonl") as journal:
+        for number, version in enumerate(("first", "second")):
+            journal.write(sample(number, weight_version=version))
+        assert (journal.weight_version(0), journal.weight_version(1)) == ("first", None)
+
+
+def test_a_process_that_changes_its_folder_goes_on_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Journal(Path("rollouts.jsonl")) as journal:
+        journal.write(sample(0))
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        journal.write(sample(1))
+        journal.replace({sample(0).key: sample(0, reward=1.0)})
+        assert [one.reward for one in journal.samples()] == [1.0, None]
+    assert len((tmp_path / "rollouts.jsonl").read_bytes().splitlines()) == 2
+    assert not list((tmp_path / "elsewhere").iterdir()) and not caplog.records
+
+
 def test_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
     """Reading one would never end."""
     os.mkfifo(tmp_path / "pipe")
