@@ -94,6 +94,19 @@ def test_a_second_run_samples_what_is_missing(tmp_path: Path) -> None:
     assert run(path, Plan(samples=4), Engine(fail_after=0))[0][0].finished == 0
 
 
+def test_samples_of_other_problems_count_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(path, Plan(samples=3))
+    with Journal(path) as journal:
+        generator = RolloutGenerator(OfflineEngine(LLM(Engine())), journal)
+        (figures,) = generator.run([PROBLEMS[0], Problem("d", [9])], Plan(samples=2))
+        assert (figures.resumed, figures.finished, figures.reward_errors) == (2, 2, 0)
+        assert [sample.key for sample in generator.samples(0)] == [
+            *(("a", 0, number) for number in range(2)),
+            *(("d", 0, number) for number in range(2)),
+        ]
+
+
 def test_other_prompts_than_before_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Their samples would be in one group with those of the earlier prompts."""
     run(tmp_path / "r.jsonl", Plan(samples=1))
@@ -112,10 +125,11 @@ def test_an_error_leaves_no_request_in_the_engine(tmp_path: Path) -> None:
     assert not engine.open
 
 
-def test_the_engine_never_holds_more_than_it_can_use(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_waiting", [0, 3])
+def test_the_engine_never_holds_more_than_it_can_use(tmp_path: Path, max_waiting: int) -> None:
     engine = Engine(batch=2)
-    run(tmp_path / "r.jsonl", Plan(samples=50), engine, max_waiting=3)
-    assert engine.most_open == 5
+    run(tmp_path / "r.jsonl", Plan(samples=50), engine, max_waiting=max_waiting)
+    assert engine.most_open == 2 + max_waiting
 
 
 def test_samples_that_wait_for_slow_rewards_are_bounded(tmp_path: Path) -> None:

@@ -77,11 +77,13 @@ def test_a_long_line_that_was_cut_off_is_removed_wherever_that_was(tmp_path: Pat
     path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
         journal.write(Sample('p "\\é', 0, 0, [1], [2], [-0.1], "long " * 40_000))  # longer than one read from the end
-    whole = path.read_bytes()
-    for length in [*range(1, 40), 65_535, 65_537, len(whole) - 2]:
-        path.write_bytes(whole[:length])
-        with Journal(path) as journal:
-            assert len(journal) == 0 and path.stat().st_size == 0
+        journal.write(sample(0))
+    whole, short = path.read_bytes().splitlines(keepends=True)
+    for length in [*range(1, 40), 65_535, 65_536, 65_537, len(whole) - 2]:
+        for before in (b"", short):
+            path.write_bytes(before + whole[:length])
+            with Journal(path) as journal:
+                assert len(journal) == (1 if before else 0) and path.read_bytes() == before
 
 
 def test_a_last_sample_that_lacks_only_the_end_of_its_line_is_kept(tmp_path: Path) -> None:
