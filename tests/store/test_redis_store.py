@@ -186,6 +186,16 @@ def test_a_log_that_the_server_lost_was_not_trimmed(store: RedisStore) -> None:
     assert store.history(NS, before) == "lost"
 
 
+def test_the_secret_s_id_is_written_only_when_it_changes(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full server refuses to write, also what is there already."""
+    assert store.swap_secret_id("one") is None
+    command = store.command
+    with monkeypatch.context() as full:
+        full.setattr(store, "command", lambda *args: pytest.fail("written") if args[0] == "SET" else command(*args))
+        assert store.swap_secret_id("one") == "one"
+    assert store.swap_secret_id("two") == "one" and store.swap_secret_id("two") == "two"
+
+
 def test_what_has_no_session_was_used_when_the_latest_of_its_shards_was(server: RedisServer) -> None:
     with closing(open_store(f"{server.url}?shards=2&prefix=no-session")) as store:
         used = []

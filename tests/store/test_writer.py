@@ -48,10 +48,26 @@ def test_turns_and_messages_go_alike(store: FlakyStore) -> None:
     assert [decode(entry.payload) for entry in store.read(NS, session="s")] == records
 
 
-def test_a_lone_record_is_written_soon_without_a_flush(store: FlakyStore) -> None:
-    writer = BackgroundWriter(store, batch_seconds=0.02)
+@pytest.mark.parametrize(("count", "batch_seconds"), [(1, 0.02), (64, 600.0)])
+def test_a_lone_record_and_a_full_batch_go_soon_without_a_flush(
+    store: FlakyStore, count: int, batch_seconds: float
+) -> None:
+    writer = BackgroundWriter(store, batch_seconds=batch_seconds)
+    writer.put(NS, turn("s", 0))
+    time.sleep(0.01)  # the writer waits for more by now
+    for number in range(1, count):
+        writer.put(NS, turn("s", number))
+    wait_until(lambda: writer.stats().persisted == count)
+    writer.close()
+
+
+def test_a_flush_hurries_only_what_was_put_before_it(store: FlakyStore) -> None:
+    writer = BackgroundWriter(store, batch_seconds=600.0)
     writer.put(NS, turn("s", 1))
-    wait_until(lambda: writer.stats().persisted == 1)
+    assert writer.flush(60)
+    writer.put(NS, turn("s", 2))
+    time.sleep(0.1)  # the writer would send it at once
+    assert (writer.stats().persisted, writer.stats().queued) == (1, 1)
     writer.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from agentspec.cache.store import BackgroundWriter, NewEntry, decode
 from agentspec.errors import StoreError, StoreUnavailableError
-from tests.store.helpers import FlakyStore, number_of, turn, unwritable, wait_until
+from tests.store.helpers import NS, FlakyStore, number_of, turn, unwritable, wait_until
 
 from .flaky import quick, refuse, store
 
@@ -119,6 +119,19 @@ def test_the_writer_goes_on_though_the_store_cannot_say_where_a_log_lies(store: 
     writer.put("b", turn("s", 2))
     assert writer.flush(10)
     assert [number_of(decode(entry.payload)) for log in "ab" for entry in store.read(log)] == [1, 2]
+    writer.close()
+
+
+def test_a_store_that_is_away_is_not_back_because_nothing_could_be_written(store: FlakyStore) -> None:
+    """A record that cannot be encoded needs no append, so the writer asks the store whether it is there."""
+    writer = BackgroundWriter(store, breaker=quick())
+    store.error = StoreUnavailableError("away")
+    writer.put(NS, unwritable("s"))
+    wait_until(lambda: writer.stats().state == "open")
+    assert writer.stats().refused == 0
+    store.error = None
+    wait_until(lambda: writer.stats().refused == 1)
+    assert writer.stats().state == "closed"
     writer.close()
 
 
