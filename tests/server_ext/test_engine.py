@@ -310,3 +310,14 @@ def test_a_step_is_left_as_its_reader_made_it() -> None:
     step = Step(rows.batch, (), rows.tokens, rows.lengths[:2], room, np.zeros(2, np.int32), 0)
     assert rows.proposer.propose(step) == [[], []]
     assert step.max_draft_tokens is room and room.tolist() == [8, 8]
+
+
+def test_requests_make_way_in_the_midst_of_a_batch_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch is that of the latest step, and others in it would lose their drafts with an error."""
+    rows = Rows()
+    rows.step(("0", "1"))
+    assert all(rows.repeat())
+    monkeypatch.setattr(rows.proposer._persistence, "outdated", lambda: frozenset([None]))
+    assert rows.repeat() == rows.repeat() == [[], []]
+    stats = rows.proposer.stats()
+    assert stats["running"] == 0 and "errors_propose" not in stats["counters"]
