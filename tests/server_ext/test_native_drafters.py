@@ -29,6 +29,7 @@ class Native:
         self.block_size = 16
         self.parallel_drafting = self.supports_mm_inputs = self.uses_mrope = False
         self.empty_runs = 0
+        self._enable_probabilistic_draft_probs = False
         self.use_local_argmax_reduction = self.use_heterogeneous_vocab = False
         self.model = SimpleNamespace(compute_logits=lambda hidden: hidden, get_top_tokens=lambda h: h.argmax(dim=-1))
         self.vocab_mapping = SimpleNamespace(constrain_draft_logits=lambda x: x, map_draft_to_target_ids=lambda x: x)
@@ -152,6 +153,23 @@ class TestRuns:
         drafter.bind(holder.forward()).close()
         assert holder.ran == []
         assert ask(drafter, holder.forward(), [0], 3) == [[7, 8, 9]]
+        assert ask(drafter, holder.forward(longest=1000), [0], 3) == [[7, 8, 9]], "no text is too long for it"
+
+    def test_one_that_makes_all_its_tokens_in_a_pass_of_its_own_is_asked_for_all(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        holder = Runner("eagle3")
+        holder.vllm_config.speculative_config.parallel_drafting = True
+        assert NativeDrafter(holder).choices == (3,)
+        monkeypatch.setattr(Native, "propose", lambda *_: None)
+        assert NativeDrafter(Runner("eagle3")).choices == (3,)
+
+    def test_it_drafts_its_likeliest_tokens_also_for_sampled_requests(self) -> None:
+        """vLLM would sample them, and these are accepted more rarely where their probabilities are not told."""
+        holder = Runner("eagle3")
+        holder.drafter._enable_probabilistic_draft_probs = True
+        NativeDrafter(holder)
+        assert not holder.drafter._enable_probabilistic_draft_probs
 
     def test_it_does_not_run_over_the_end_of_its_texts(self) -> None:
         holder = Runner("eagle3")
@@ -261,6 +279,14 @@ class TestProbabilities:
         wanted = [np.exp(logit) / (np.exp(logit) + 7) for logit in (4, 3, 2)]
         assert np.allclose(answer.probabilities, [wanted])
         assert np.array_equal(answer.top_probabilities, answer.probabilities)
+
+    def test_a_draft_that_was_chosen_otherwise_in_part_has_none(self) -> None:
+        holder = Runner("eagle3")
+        native: Any = holder.drafter
+        drafter, forward = NativeDrafter(holder), holder.forward()
+        forward.native = lambda: native._greedy_sample(torch.eye(2, 8)).repeat(2, 1).T
+        answer = drafter.bind(forward).launch([1], np.full((1, 2), FREE, np.int64))()
+        assert (answer.tokens.tolist(), answer.probabilities.tolist()) == ([[1, 1]], [[UNKNOWN, UNKNOWN]])
 
     @pytest.mark.parametrize("option", ["use_local_argmax_reduction", "use_heterogeneous_vocab"])
     def test_one_that_chooses_in_another_way_keeps_its_way(self, option: str) -> None:
