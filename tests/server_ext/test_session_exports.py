@@ -119,6 +119,16 @@ class TestExportAndImport:
         assert (turn["prompt"], turn["response"]) == (prompt, TEXT)
         assert all(server.draws_on(server.identity(ADA, "copy"), engine=engine) for engine in (0, 1))
 
+    def test_a_session_that_is_held_takes_an_import_though_no_log_is_followed(self, start: Start) -> None:
+        """A store in memory has no other writers, so the engine has to read again what was imported."""
+        server = start(ADA, url="memory://", engines=1)
+        held, other, cache = server.identity(ADA, "held", scope="session"), [*range(300, 340)], server.engines[0].cache
+        server.say(server.identity(ADA, "one"))
+        server.say(held, other)
+        server.wait(lambda: server.drafts(held, other) and not cache.needs_load(held.tenant, held.session))
+        assert server.call(ADA, "PUT", "held", content=server.call(ADA, "GET", "one").content).json()["added"] == 1
+        assert server.draws_on(held)
+
     def test_importing_again_adds_what_is_missing(self, start: Start) -> None:
         server = start(ADA)
         server.say(server.identity(ADA, "one"))
