@@ -22,6 +22,7 @@ from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.vllm_adapter import served_model_key
 from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
+from tests.store.helpers import wait_until
 
 ADA, BOB = "key of ada", "key of bob"
 ADMIN = "the key of the administrator"
@@ -143,11 +144,8 @@ class Server:
             time.sleep(0.01)
         return drafted > 0
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
-        until = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < until, "did not happen in time"
-            time.sleep(0.005)
+    def wait(self, condition: Callable[[], bool]) -> None:
+        wait_until(condition, 20.0)
 
     def call(self, key: str | None, method: str, session: str = "", **more: Any) -> Any:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
