@@ -38,6 +38,7 @@ READ = (
     "vllm.v1.attention.backend:AttentionCGSupport",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
     "vllm.v1.attention.backend:CommonAttentionMetadata",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks",
     "vllm.v1.core.sched.output:SchedulerOutput",
     "vllm.v1.core.sched.scheduler:Scheduler.schedule",
     "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",

@@ -4,6 +4,7 @@ Two answers may differ at a tie (see ``greedy``), of which there may be only a f
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from agentspec.testing.server import ModelServer
+from demo.tasks import make_task
 from tests.end_to_end.conftest import MODEL, run_script
 from tests.end_to_end.greedy import Answers, differences, run_all
 from tests.end_to_end.mixed_load import mixed_load
@@ -47,6 +49,26 @@ def test_the_conditions_really_occurred(plain: ModelServer, fast: ModelServer) -
     wait_for(lambda: fast.stats()["running"] == 0)  # the worker is told of the last ends with its next step
     counters = fast.stats()["counters"]
     assert counters["started"] == counters["finished"]
+
+
+def test_the_end_of_an_answer_is_in_the_prefix_cache_as_without_drafts(plain: ModelServer, fast: ModelServer) -> None:
+    """vLLM enters the tokens of a step with the next one. Of a last step that accepted a long draft it enters none."""
+
+    def cached(server: ModelServer, seed: int) -> int:
+        """Return how many tokens of the second turn's prompt are cached, of a chat that was answered before."""
+        messages: list[Any] = [{"role": "user", "content": make_task(seed).request}]
+        with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=600) as client:
+            ask = partial(client.chat.completions.create, model="demo", max_tokens=250, temperature=0.0)
+            answers = [ask(messages=messages).choices[0].message.content for _ in range(3)]
+            messages += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": "Test it."}]
+            usage = ask(messages=messages).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    tasks = range(1_000_770, 1_000_776)
+    found = [cached(fast, seed) for seed in tasks]
+    assert found == [cached(plain, seed) for seed in tasks]
+    assert min(found) >= 2 * BLOCK
 
 
 def test_a_prompt_found_in_the_prefix_cache_is_not_filled_up_with_placeholders(fast: ModelServer) -> None:

@@ -251,6 +251,8 @@ PATCHES = (
           "ends the process with the one that started it"),
     Patch("engine core", _SCHEDULER, "update_from_output", cheap_steps.update_from_output,
           "notes whether the step drafted anything, sends a rollout's figures of drafts before a stop text"),
+    Patch("engine core", _SCHEDULER, "_free_request", cheap_steps.free_request,
+          "enters the tokens of the last step in the prefix cache"),
     Patch("engine core", _CORE, "post_step", cheap_steps.post_step,
           "asks the worker for no drafts where there are none"),
     Patch("worker", _SAMPLING, "expand_batch_to_tokens", sampling_faults.expand_batch_to_tokens,

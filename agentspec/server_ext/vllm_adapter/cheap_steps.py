@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from agentspec.server_ext.vllm_adapter.draft_limit import keeps_states
+from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
 from agentspec.server_ext.vllm_adapter.runner import extension_of
 from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 
@@ -140,6 +141,29 @@ def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **
     if scheduler.dynamic_sd_lookup is None and uses_agentspec(scheduler.vllm_config):
         sizes = scheduler.scheduler_config.max_num_seqs + 1
         scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * sizes
+
+
+# --- vLLM enters a request's blocks in its prefix cache when it makes room for the next step. So the tokens of the last
+# --- step are not entered: without drafts one, with drafts up to 129. The next turn of a chat would compute them again.
+
+
+def free_request(original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Enter the tokens of a request's last step in the prefix cache, before its blocks are freed.
+
+    Not beside a drafter of vLLM's, whose own KV cache may lack them, nor where vLLM keeps a state for each draft token.
+    """
+    if _alone(scheduler) and not keeps_states(scheduler.vllm_config.model_config):
+        valid = min(request.num_computed_tokens, request.num_tokens)
+        scheduler.kv_cache_manager.cache_blocks(request, valid)
+    return original(scheduler, request, *args, **kwargs)
+
+
+def _alone(scheduler: Any) -> bool:
+    """Return whether agentspec drafts without a drafter of vLLM's, and steps end before others begin."""
+    config = scheduler.vllm_config
+    if not uses_agentspec(config) or drafter_tokens(config.speculative_config) is not None:
+        return False
+    return not scheduler.scheduler_config.async_scheduling and scheduler.connector is None
 
 
 # --- The bitmask of allowed tokens for structured output has a row for each position, with a bit for each token of the
