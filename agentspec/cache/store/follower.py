@@ -42,7 +42,8 @@ _SLICE_BYTES = 1 << 20  # about the most bytes that are read between two looks a
 _LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
 _RETRY_SECONDS = 0.05  # pause until a tenant with running requests, or a log that is not read yet, is looked at again
 _LOOK_SECONDS = 60.0  # longest time between two looks for erasures that the store has lost
-_PART_SECONDS = 5.0  # pause before such a look at a part of the store that was away
+_PART_SECONDS = 5.0  # pause before the next one if a part of the store was away
+_UNDONE_SECONDS = 0.05  # longest time in which another log is looked at, before all are followed again
 _MAX_ERASED = 1024  # most erased sessions of a log that are remembered once all of it was read
 
 
@@ -237,19 +238,24 @@ class Follower:
         return not outdated
 
     def _find_undone(self, now: float) -> None:
-        """Note the sessions whose erasure the store has lost, so that they are erased again."""
+        """Note the sessions whose erasure the store has lost, so that they are erased again.
+
+        Looks at one log, and at more while there is time: the logs are followed meanwhile.
+        """
         logs = self._to_follow()
         if now >= self._look_at:
             self._unsure, self._look_at = set(logs), now + _LOOK_SECONDS
+        away = set[str]()  # parts of the store
         for name in self._unsure & logs.keys():
-            log, undone = logs[name], list[str]()
+            log, undone, part = logs[name], list[str](), self._store.part(name)
             try:
                 with self._alone(name, log):
-                    undone = self.own.undone(name, log.applied)
+                    undone = [] if part in away else self.own.undone(name, log.applied)
             except StoreUnavailableError:
-                if not self._store.part(name):
+                if not part:
                     raise
-                self._look_at = now + _PART_SECONDS  # the other parts are followed meanwhile
+                away.add(part)
+                self._look_at = now + _PART_SECONDS
             self._unsure.discard(name)
             if undone:
                 log.late.update(undone)
@@ -257,6 +263,8 @@ class Follower:
                     self._counts.undone += len(undone)
                 message = "agentspec: the store went back to an older state; %d erasures in log %s are repeated"
                 logger.warning(message, len(undone), name)
+            if time.monotonic() - now >= _UNDONE_SECONDS:
+                return
 
     def _follow(self) -> None:
         """Wait for new entries once, and deal with them."""
