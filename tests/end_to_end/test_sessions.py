@@ -177,7 +177,12 @@ def test_what_vllm_answers_is_answered_with_an_unusable_id(priced: ModelServer, 
     assert with_it.status_code == without.status_code == 200, with_it.text
     assert with_it.json()["choices"][0]["text"] == without.json()["choices"][0]["text"]
     assert priced.stats()["counters"]["ignored_ids"] == before + 1
-    assert priced.log.read_text().count("of a request cannot be used and is ignored") == 1
+    assert priced.log.read_text().count(f"agentspec: {_key(UNUSABLE[way])} of a request cannot be used") == 1
+
+
+def _key(given: dict[str, Any]) -> str:
+    (key,) = given.get("vllm_xargs", given)
+    return str(key)
 
 
 @pytest.mark.parametrize("option", [{"min_p": 0.1}, {"logit_bias": {"5": 1}}])

@@ -206,7 +206,9 @@ def test_snapshots_of_models_that_are_not_served_any_more_are_deleted_with_age(s
     assert young.exists() and of_another_store.exists()
 
 
-def test_a_snapshot_is_not_used_where_retention_may_have_taken_a_tombstone(start: Start, tmp_path: Path) -> None:
+def test_a_snapshot_is_not_used_where_retention_may_have_taken_a_tombstone(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Retention by size or number removes tombstones that are younger than the snapshot."""
     here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     meet(here, elsewhere)
@@ -220,6 +222,8 @@ def test_a_snapshot_is_not_used_where_retention_may_have_taken_a_tombstone(start
     again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert not again.cache.has_session(TENANT, "s")
     assert again.drafts(text(100, 5), "s") == again.drafts(text(100, 5)) == []
+    (line,) = (line for line in caplog.messages if "saved suffix indexes" in line)
+    assert "of 1 of 1 tenants are not used, because the store does not tell all that was erased since" in line
 
 
 def test_a_snapshot_is_used_as_long_as_what_came_after_it_is_in_the_store(start: Start, tmp_path: Path) -> None:

@@ -132,8 +132,10 @@ class Persistence:
             _warn_of_unknown_erasures(error)
         untold = [tenant for tenant in tenants if tenant not in told]
         if untold:
-            message = "agentspec: saved suffix indexes of %d of %d tenants are not used: the store no longer has all of"
-            logger.warning(f"{message} what came since, so what was erased is unknown", len(untold), len(tenants))
+            what = "agentspec: saved suffix indexes of %d of %d tenants are not used"
+            logger.warning(
+                f"{what}, because the store does not tell all that was erased since", len(untold), len(tenants)
+            )
         for tenant in untold:
             self._forget_tenant(tenant)
         return bool(untold) or self._follower.stats().erased > before
