@@ -114,8 +114,7 @@ def test_an_error_costs_its_drafts_alone(server: Server, monkeypatch: pytest.Mon
     assert server.step() == [] and server.counters["errors_begin"] == 1
     server.engine.finish("r", 1)
     server.engine.begin([server.new()])
-    wait_until(lambda: server.engine.cache.stats().pending == 0)
-    assert len(server.step()) == 16
+    wait_until(lambda: len(server.step()) == 16)  # on a busy machine the start may be left to a step
 
 
 def test_new_weights_begin_before_the_request_does(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
