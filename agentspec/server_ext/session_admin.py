@@ -137,7 +137,7 @@ class SessionAdmin:
             return {}
         answer: dict[str, Any] = {}
         if begun.futures:
-            answer = self._answer(begun.futures, begun.erases)
+            answer = self._answer(begun)
             if not answer.get("more"):
                 del self._jobs[job]
                 return answer
@@ -146,14 +146,14 @@ class SessionAdmin:
             begun.futures = (self._persistence.submit(lambda _: _next_slice(begun), begun.owner),)
         return answer
 
-    def _answer(self, futures: Sequence[Future[Any]], erases: bool) -> dict[str, Any]:
-        """Return the value or the error of a job whose futures have ended, as ``poll`` does. erases: as in _Job."""
-        for future in futures:
+    def _answer(self, begun: _Job) -> dict[str, Any]:
+        """Return the value or the error of a job whose futures have ended, as ``poll`` does."""
+        for future in begun.futures:
             if future.cancelled():
                 return _failure(StoreUnavailableError("the store was closed before the job began"))
             if (error := future.exception()) is not None:
-                return _failure(self._error_for_caller(error, erases) if isinstance(error, StoreError) else error)
-        value = futures[0].result()
+                return _failure(self._error_for_caller(error, begun.erases) if isinstance(error, StoreError) else error)
+        value = begun.futures[0].result()
         if isinstance(value, _Slice):
             return {"value": value.items, "more": value.more}
         return {"value": asdict(value) if isinstance(value, Erasure) else value, "more": False}

@@ -1,6 +1,7 @@
 """Help the tests of several engines on one store."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,17 @@ Start = Callable[..., Replica]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
+    with replicas_on(f"sqlite:///{tmp_path}/log.db") as start:
+        yield start
+
+
+@contextmanager
+def replicas_on(url: str) -> Iterator[Start]:
+    """Yield a function that starts a replica on a store. Close all of them at the end."""
     replicas: list[Replica] = []
 
     def start(**options: object) -> Replica:
-        replicas.append(Replica(f"sqlite:///{tmp_path}/log.db", **options))  # type: ignore[arg-type]
+        replicas.append(Replica(url, **options))  # type: ignore[arg-type]
         return replicas[-1]
 
     yield start

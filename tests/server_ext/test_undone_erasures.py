@@ -1,7 +1,7 @@
 """Test engines on a real Redis that goes back to a state before an erasure, as after a restart from its last dump."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,9 @@ from agentspec.cache.store import Retention, Store
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import wait_until
 
-from .replicas import NS, Replica, meet, patience, stored, text
+from .replicas import NS, Replica, Start, meet, patience, replicas_on, stored, text
 
 __all__ = ["patience"]
-
-Start = Callable[..., Replica]
 
 
 @pytest.fixture
@@ -25,15 +23,8 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def start(server: RedisServer) -> Iterator[Start]:
-    replicas: list[Replica] = []
-
-    def start(**options: object) -> Replica:
-        replicas.append(Replica(server.url, **options))  # type: ignore[arg-type]
-        return replicas[-1]
-
-    yield start
-    for replica in replicas:
-        replica.engine.close()
+    with replicas_on(server.url) as start:
+        yield start
 
 
 def go_back(server: RedisServer) -> None:
@@ -130,7 +121,7 @@ def test_nothing_is_erased_that_the_store_has_kept(start: Start, server: RedisSe
     failed = a.follower("failed")
     go_back(server)
     wait_until(lambda: a.follower("failed") > failed)
-    asked = a.persistence._follower
-    assert asked is not None
-    wait_until(lambda: asked._asked > 0)
+    follower = a.persistence._follower
+    assert follower is not None
+    wait_until(lambda: follower._look_at > 0 and not follower._unsure)  # it has looked since
     assert (a.follower("undone"), len(stored(a))) == (0, before)

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentspec.cache.store import CircuitBreaker, Follower, TurnRecord
 from agentspec.errors import StoreUnavailableError
-from tests.store.helpers import FlakyStore, number_of, wait_until
+from tests.store.helpers import NS, FlakyStore, number_of, wait_until
 
 OTHER = "fedcba9876543210"
 LIFE_SECONDS = "agentspec.cache.store.follower.LIFE_SECONDS"
@@ -79,6 +79,13 @@ class Process:
 
     def numbers(self) -> list[int]:
         return [number for _, number in self.taken]
+
+    def hear_of_an_erasure(self) -> None:
+        """Follow the log, and apply another process's erasure of the session "s" after seven turns of this one."""
+        self.begin(NS, "t")
+        self.number = 7
+        self.store.erase_session(NS, "s")
+        self.wait(erased=1)
 
     def wait(self, **figures: Any) -> None:
         wait_until(lambda: all(getattr(self.follower.stats(), name) == value for name, value in figures.items()))

@@ -149,10 +149,7 @@ def test_a_turn_that_arrives_behind_its_sessions_tombstone_is_erased_again(proce
 
 def test_erasing_again_is_tried_until_it_succeeds(process: Process) -> None:
     process.refusals = 3
-    process.begin(NS, "t")
-    process.number = 7
-    process.store.erase_session(NS, "s")
-    process.wait(erased=1)
+    process.hear_of_an_erasure()
     process.store.append(NS, [entry_of(turn("s", number, writer=OTHER)) for number in (5, 6)])
     wait_until(lambda: process.erased_again)
     process.wait(failed=3, state="closed")
@@ -201,10 +198,7 @@ def test_a_turn_that_was_on_its_way_when_following_began_is_erased_again(process
 
 def test_a_log_is_followed_until_what_is_to_be_erased_again_is(process: Process) -> None:
     process.refusals = 1_000_000
-    process.begin(NS, "t")
-    process.number = 7
-    process.store.erase_session(NS, "s")
-    process.wait(erased=1)
+    process.hear_of_an_erasure()
     process.store.append(NS, [entry_of(turn("s", 5, writer=OTHER))])
     wait_until(lambda: process.refusals < 1_000_000)
     for number in range(3):  # it follows at most three logs

@@ -182,10 +182,7 @@ def test_no_tombstone_waits_for_this_process_s_own_records(process: Process, mon
 
 def test_who_settles_waits_until_late_turns_are_erased_though_all_is_read(process: Process) -> None:
     process.refusals = 1_000_000
-    process.begin(NS, "t")
-    process.number = 7
-    process.store.erase_session(NS, "s")
-    process.wait(erased=1)
+    process.hear_of_an_erasure()
     process.store.append(NS, [entry_of(turn("s", 5, writer=OTHER))])  # was on its way
     wait_until(lambda: process.refusals < 1_000_000)  # it is read by now, and cannot be erased yet
     process.refusals = 0

@@ -19,16 +19,16 @@ from agentspec.server_ext.arctic_methods import METHODS
 NATIVE_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "dflash", "medusa", "ngram")
 """vLLM's methods beside which agentspec drafts, by the names that vLLM's SpeculativeConfig has after it was made."""
 
+_SPECULATOR = "mlp_speculator"
+"""vLLM's name of the method of MLP and LSTM speculators, and the ``model_type`` in their config.json."""
+
 _REFUSED = {
-    "mlp_speculator": 'give it to agentspec: {"method": "arctic", "model": …} (docs/speculator.md)',
+    _SPECULATOR: 'give it to agentspec: {"method": "arctic", "model": …} (docs/speculator.md)',
     "ngram_gpu": 'use "ngram", or leave the method out: the suffix index finds what it finds',
     "extract_hidden_states": "it drafts nothing; start plain 'vllm serve' with it",
     "dspark": "only vLLM's V2 model runner has it; start plain 'vllm serve' with it, or use another method",
 }
 """The remedy for each method of vLLM's beside which agentspec does not draft."""
-
-_SPECULATOR = "mlp_speculator"
-"""The ``model_type`` of every MLP or LSTM speculator in its config.json."""
 
 _DRAFTER_TOKENS = "agentspec_drafter_tokens"
 """Attribute of vLLM's SpeculativeConfig: the user's ``num_speculative_tokens``. Only an adopted method has it."""
