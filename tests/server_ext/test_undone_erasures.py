@@ -37,6 +37,14 @@ def written(replica: Replica) -> None:
     assert replica.persistence._writer.flush(60)
 
 
+def looked(replica: Replica) -> None:
+    """Wait until the replica has looked for lost erasures since the failure, and has had them repeated."""
+    follower = replica.persistence._follower
+    assert follower is not None
+    wait_until(lambda: follower._look_at > 0 and not follower._unsure)
+    follower.settle(20.0)
+
+
 def held(store: Store, session: str) -> int:
     return sum(1 for _ in store.read(NS, session=session))
 
@@ -62,6 +70,8 @@ def test_an_erasure_that_the_store_lost_is_repeated(start: Start, server: RedisS
     assert held(b.store, "stays") == 1
     b.wait(lambda: not b.drafts(text(100, 5), "gone"))
     a.wait(lambda: not a.drafts(text(100, 5), "gone"))
+    for replica in (a, b):  # both know of the erasure, and what is said before the later repetition goes, too
+        looked(replica)
     a.say([1, 2, 3], text(300), "gone")  # it may be used again
     written(a)
     b.wait(lambda: b.drafts(text(300, 5), "gone") == text(305, 4))
@@ -121,7 +131,5 @@ def test_nothing_is_erased_that_the_store_has_kept(start: Start, server: RedisSe
     failed = a.follower("failed")
     go_back(server)
     wait_until(lambda: a.follower("failed") > failed)
-    follower = a.persistence._follower
-    assert follower is not None
-    wait_until(lambda: follower._look_at > 0 and not follower._unsure)  # it has looked since
+    looked(a)
     assert (a.follower("undone"), len(stored(a))) == (0, before)
