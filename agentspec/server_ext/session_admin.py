@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from agentspec.cache.store import Erasure, NewEntry, RecordReader, SessionUsage, Store, TurnRecord, decode
+from agentspec.cache.store import Erasure, NewEntry, RecordReader, SessionUsage, Store, TurnRecord, decode, encode
 from agentspec.cache.store.courtesy import Courtesy
 from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.figures.step_record import StepRecord
@@ -105,7 +105,7 @@ class SessionAdmin:
 
         "list", tenant, principal, anybody, count, before: the ``count`` sessions used last, as dicts, and all used at
         the same moment as the last of them. before: only sessions used before this time (epoch seconds); None: any.
-        "read", session: the session's records, under whichever tenant they were stored.
+        "read", session: the session's records, under whichever tenant they were stored, and those yet to be stored.
         "write", session, tenant, records, only_new: append the records that the session lacks, and load it. The value
         is their number, in a list. only_new: leave a session that exists as it is.
         "tenants", session: the tenants under which the session holds text.
@@ -285,10 +285,15 @@ class SessionAdmin:
     def _read(self, store: Store, session: str) -> Iterator[list[bytes]]:
         """Yield a session's records that can be used."""
         reader, courtesy = RecordReader(), Courtesy()
+        unwritten = {_name_of(turn): turn for turn in self._persistence.unwritten(session)}
         for log in self._logs(store, None, anybody=True, session=session):
             for entry, record in reader.read(store.read(log, session=session)):
+                if isinstance(record, TurnRecord):
+                    unwritten.pop(_name_of(record), None)
                 yield [] if record is None else [entry.payload]
                 courtesy.pause()
+        for turn in unwritten.values():
+            yield [encode(turn)]
 
     def _write(
         self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool

@@ -77,6 +77,21 @@ class TestExportAndImport:
         assert after.erase(ADA, "one").status_code == 200
         assert after.call(ADA, "GET", "one").status_code == 404
 
+    def test_an_export_has_the_turns_that_cannot_be_written_now(self, start: Start) -> None:
+        server = start(ADA, BOB, engines=1)
+        ada = server.identity(ADA, "one")
+        server.say(ada)
+        file = server.engines[0]._persistence._store._writer  # type: ignore[attr-defined]
+        file.execute("PRAGMA query_only = 1")  # as on a file system that became read-only
+        for number, identity in enumerate((ada, server.identity(BOB, "two"))):
+            server.start(f"r{number}", identity, [*PROMPT, *TEXT, 6], [*TEXT * 4, 7])
+            server.end(f"r{number}", 99)
+        exports = [server.call(key, "GET", name).json()["turns"] for key, name in ((ADA, "one"), (BOB, "two"))]
+        assert [len(turns) for turns in exports] == [2, 1]
+        file.execute("PRAGMA query_only = 0")
+        server.wait(lambda: server.engines[0].stats()["store"]["writer"]["queued"] == 0)
+        assert [server.call(key, "GET", name).json()["turns"] for key, name in ((ADA, "one"), (BOB, "two"))] == exports
+
     @pytest.mark.parametrize("body", ["[]", "null", "1", '"x"'])
     def test_a_body_that_is_no_object_is_refused_with_the_remedy(self, start: Start, body: str) -> None:
         answer = start(ADA, engines=1).call(ADA, "PUT", "one", content=body)

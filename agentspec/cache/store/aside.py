@@ -1,7 +1,7 @@
 """Set records aside whose part of the store is away, or whose log it refuses, so that the others are still written."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentspec.cache.store.base import NewEntry
@@ -174,6 +174,12 @@ class SetAside:
         items = self._parts[part].take_other(session)
         self._count -= len(items)
         return items
+
+    def records(self) -> Iterator[QueuedRecord]:
+        """Yield the records that wait."""
+        for part in self._parts.values():
+            for append in part.appends:
+                yield from append
 
     def oldest(self) -> int | None:
         """Return the lowest number of a record that waits."""

@@ -81,6 +81,10 @@ class WaitingRecords:
         """Return how many records are neither in flight nor set aside."""
         return len(self._queue)
 
+    def all(self) -> list[QueuedRecord]:
+        """Return the records that wait, in no order."""
+        return [*self.in_flight, *self._queue, *self.aside.records()]
+
     def oldest(self) -> int:
         """Return the lowest number of a record that waits, or the next one's if none does."""
         numbers = [records[0].number for records in (self.in_flight, self._queue) if records]

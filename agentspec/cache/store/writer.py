@@ -99,6 +99,13 @@ class BackgroundWriter:
             )
             return self._records.oldest() > target
 
+    def waiting(self, session: str) -> list[Record]:
+        """Return the records of a session that wait to be written, oldest first."""
+        with self._work:
+            items = self._records.all()
+        items = [item for item in items if item.record.session == session]
+        return [item.record for item in sorted(items, key=lambda item: item.number)]
+
     def close(self, timeout: float = 2.0) -> None:
         """Write queued records for at most ``timeout`` seconds, and stop. The rest counts as dropped."""
         with self._work:

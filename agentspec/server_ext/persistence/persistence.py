@@ -259,6 +259,10 @@ class Persistence:
         if not self._writer.stats().refused_logs:
             self._writer.flush(seconds, once=True)
 
+    def unwritten(self, session: str) -> list[TurnRecord]:
+        """Return the turns of a session that wait for the store, oldest first."""
+        return [record for record in self._writer.waiting(session) if isinstance(record, TurnRecord)]
+
     def stats(self) -> dict[str, Any]:
         """Return the state of writer, loader and follower, as JSON.
 
