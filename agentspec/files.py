@@ -7,6 +7,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,9 +26,7 @@ def read_lines(path: Path, progress: Callable[[int], None] = lambda read: None) 
     """
     try:
         with path.open("rb") as raw:
-            compressed = raw.peek(2)[:2] == _GZIP
-            lines: BinaryIO = gzip.GzipFile(fileobj=raw) if compressed else raw  # type: ignore[assignment]
-            for line in lines:
+            for line in decompressed(raw):
                 if raw.seekable():  # a pipe has no position
                     progress(raw.tell())
                 yield line
@@ -35,6 +34,11 @@ def read_lines(path: Path, progress: Callable[[int], None] = lambda read: None) 
         raise InvalidInputError(f"{path}: cannot be read: {error}; compress it again") from error
     except OSError as error:
         raise InvalidInputError(f"{path}: cannot be read: {error.strerror}; give a file of JSON lines") from error
+
+
+def decompressed(raw: BufferedReader) -> BinaryIO:
+    """Return a file to read from in place of one just opened: decompressed if gzip compressed it, else as it is."""
+    return gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == _GZIP else raw  # type: ignore[return-value]
 
 
 def is_path(name: str) -> bool:

@@ -145,7 +145,8 @@ class _Rates:
     """Tell by how much counters rose in a second."""
 
     def __init__(self, now: Sample, before: Sample | None) -> None:
-        restarted = before is not None and any(now.totals[name] < before.totals[name] for name in before.totals)
+        shared = () if before is None else before.totals.keys() & now.totals.keys()
+        restarted = before is not None and any(now.totals[name] < before.totals[name] for name in shared)
         self._before = None if restarted else before
         self._now = now
 

@@ -299,7 +299,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         await self.load()
         other = self._client.session(new_id)
         await other.load()
-        await self._wait(self._conversation.copy_to, other._conversation, at)
+        await self._wait_to_end(self._conversation.copy_to, other._conversation, at)
         return other
 
     def child(self, new_id: str | None = None, *, group: str | None = None) -> AsyncSession:

@@ -150,7 +150,7 @@ class Outbox:
     def settle(self, session: str, timeout: float) -> bool:
         """Wait until nothing of the session is queued. Returns False after ``timeout`` seconds."""
         with self._changed:
-            self._hurried = self._waits(session)
+            self._hurried = self._hurried or self._waits(session)
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._waits(session), timeout)
 

@@ -6,7 +6,6 @@ calls (``prompt_token_ids`` and ``response_token_ids``, ``prompt`` and ``respons
 UTF-8. Text is tokenized with the served model's tokenizer.
 """
 
-import gzip
 import io
 import json
 import logging
@@ -21,6 +20,7 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.arguments import MAX_VOCAB, as_tokens
 from agentspec.cache.types import Int32Array
 from agentspec.errors import AgentSpecError, InvalidInputError, first_line
+from agentspec.files import decompressed
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def read_texts(path: Path) -> Iterator[tuple[str, Callable[[Tokenize | None], In
     The function takes the tokenizer and raises InvalidInputError, naming the field, for a text that cannot be used.
     Raises OSError for a file that cannot be read.
     """
-    with _opened(path) as file:
+    with path.open("rb") as raw, io.TextIOWrapper(decompressed(raw), encoding="utf-8-sig", errors="replace") as file:
         if Path(path.name.removesuffix(".gz")).suffix not in (".json", ".jsonl"):
             for number, text in _pieces(file):
                 yield f"line {number}", partial(_tokens_of, {"text": text})
@@ -119,12 +119,6 @@ def read_texts(path: Path) -> Iterator[tuple[str, Callable[[Tokenize | None], In
             if line.strip():
                 for where, value in _objects(f"line {number}", line):
                     yield where, partial(_tokens_of, value)
-
-
-def _opened(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", errors="replace")
-    return path.open(encoding="utf-8-sig", errors="replace")
 
 
 def _pieces(file: IO[str]) -> Iterator[tuple[int, str]]:

@@ -99,15 +99,9 @@ def _answered(out: Path) -> int:
 
 def _engine(source: PromptsSource, model: Model) -> OfflineEngine:
     try:
-        from vllm import LLM
-    except ImportError as error:
-        raise ConfigurationError(
-            f"data.sources: type prompts needs vLLM ({error}); install it, or give recorded sessions"
-        ) from error
-    try:
-        return OfflineEngine(LLM(model.name_or_path, **{"dtype": model.dtype, **source.engine}))
-    except refusals(TypeError) as error:
-        raise ConfigurationError(f"data.sources: engine: vLLM refuses it: {first_line(error)}") from error
+        return OfflineEngine.start(model.name_or_path, **{"dtype": model.dtype, **source.engine})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"data.sources: type prompts needs vLLM: {error}") from error
 
 
 def _tokens(engine: OfflineEngine, path: Path, prompt: _Prompt) -> list[int]:

@@ -70,13 +70,13 @@ std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names 
   if (fresh->session) fresh->session->final = false;
   if (fresh->group) entries_.drop_outdated(*fresh->group);
   if (fresh->tenant) entries_.drop_outdated(*fresh->tenant);
-  hold_entries(*fresh);
   fresh->learned = learned_of(*fresh);
   fresh->state.ends.assign(ends.begin(), ends.end());
   fresh->begin(*drafter_, prompt);
   fresh->predict(*drafter_, prompt, prediction, quotable);
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   Request& started = *(requests_[slot] = std::move(fresh));
+  hold_entries(started);
   started.join();
   if (started.group) entries_.count(*started.group);
   count(started);
@@ -175,7 +175,7 @@ void Cache::publish(std::shared_ptr<const SuffixIndex> corpus) {
 }
 
 void Cache::count_public(std::size_t bytes) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   Size before, now;
   before.bytes = std::exchange(public_bytes_, bytes);
   now.bytes = bytes;
@@ -210,7 +210,7 @@ void Cache::remove_session(const std::string& session, const std::string& tenant
       erasure.reset();
     } while (group && !stopwatch.over(kEraseTime));
   }
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   forget_drafts(tenant);  // a step may have drafted what the slices had not erased yet
 }
 
@@ -285,7 +285,7 @@ std::vector<std::string> Cache::tenants() {
 bool Cache::forget_tenant(const std::string& tenant) {
   for (;; let_engine_call()) {
     std::shared_ptr<Tenant> found;  // outlives the lock, because freeing a tenant takes time
-    std::lock_guard lock(mutex_);
+    const EngineCall call(*this);
     found = entries_.tenants().find(tenant);
     if (!found) return true;
     if (found->running > 0) return false;
@@ -294,7 +294,7 @@ bool Cache::forget_tenant(const std::string& tenant) {
 }
 
 void Cache::resize(Limits limits) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   entries_.set_limits(limits);
   entries_.evict(nullptr);
 }

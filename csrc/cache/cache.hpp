@@ -138,8 +138,8 @@ class Cache {
   std::string load(const std::string& path, const std::string& identity);
 
  private:
-  // Holds the lock for a call that the engine waits for, so the indexing thread releases it soon. At its end, wakes the
-  // thread if there is work.
+  // Holds the lock for a short call. The indexing thread releases it soon, because the engine may wait for the call. At
+  // its end, wakes that thread if there is work.
   class EngineCall {
    public:
     explicit EngineCall(Cache& cache) : cache_(cache) {

@@ -14,6 +14,7 @@ import pytest
 
 from agentspec.cache import FinishedTurn, SuffixCache
 from agentspec.errors import SnapshotError
+from tests.store.helpers import wait_until
 
 
 def test_others_may_call_while_one_thread_decodes(tmp_path: Path) -> None:
@@ -256,3 +257,22 @@ cache.close()
     for _ in range(3):
         ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
         assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("erase", [True, False])
+def test_memory_goes_back_though_no_request_comes(erase: bool) -> None:
+    cache = SuffixCache()
+    thread = threading.Thread(target=cache.index_until_closed, daemon=True)
+    thread.start()
+    cache.start("r", np.random.default_rng(0).integers(0, 50_000, 200_000).astype(np.int32), session="s", tenant="t")
+    cache.extend("r", [1, 2, 3])
+    cache.finish("r")
+    wait_until(lambda: not cache.stats().pending)
+    if erase:
+        cache.remove_session("t", "s")
+    else:
+        cache.resize(max_bytes=1 << 20)
+    wait_until(lambda: cache.stats().bytes < 1 << 20)
+    assert cache.stats().leaving == 0
+    cache.close()
+    thread.join(60)

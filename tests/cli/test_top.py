@@ -334,3 +334,11 @@ def test_a_rate_is_blank_where_the_sample_before_lacks_the_counter() -> None:
     Console(file=out, width=120).print(draw(now, sample(10.0, 100, 40), URL))
     assert row(out.getvalue(), "tokens a second") == ["1,000,000", "tokens"]
     assert row(out.getvalue(), "decode steps a second") == ["100.0", "300", "steps"]
+
+
+def test_the_other_rates_stay_where_vllms_metrics_do_not_answer_once() -> None:
+    before = sample(10.0, 100, 40)
+    before.totals["generated"] = 1_000_000
+    out = io.StringIO()
+    Console(file=out, width=120).print(draw(sample(12.0, 300, 80), before, URL))
+    assert row(out.getvalue(), "decode steps a second") == ["100.0", "300", "steps"]

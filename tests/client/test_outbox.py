@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -55,6 +56,25 @@ def test_what_is_dropped_is_the_oldest_of_who_has_most_and_the_gap_shows_at_the_
         "next": (2, 2),
         "last": (2, 2),
     }
+
+
+def test_a_caller_with_nothing_to_wait_for_lets_no_other_wait_for_a_pause() -> None:
+    store = FailingStore("append")
+    outbox = Outbox(lambda: store)
+    outbox.put(ClientView("a"), [Said(0, {"role": "user", "content": "waits"})])
+    wait_until(lambda: outbox._failures > 0)
+    outbox._failures = 20  # from now on the pauses have their full length
+    store.delay = 0.3
+    outbox.settle("a", 0.0)
+    wait_until(lambda: outbox._current is not None)
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(outbox.settle, "a", 5.0)
+        wait_until(lambda: outbox._hurried)
+        assert outbox.settle("b", 5.0)
+        wait_until(lambda: outbox._current is None)
+        store.failing, store.delay = set(), 0.0
+        assert settled.result()
+    outbox.close(60.0)
 
 
 def test_a_turn_whose_answer_was_lost_is_sent_again_as_it_was() -> None:

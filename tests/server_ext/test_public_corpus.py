@@ -74,6 +74,13 @@ def test_each_form_is_read(tmp_path: Path, name: str, packed: bool) -> None:
     assert drafts(cache, WORDS[:20]) == WORDS[20:23]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "f.txt"])
+def test_a_packed_file_is_read_whatever_its_name_is(tmp_path: Path, name: str) -> None:
+    cache, stats = load(tmp_path / name, gzip.compress(FORMS[name].encode()))
+    assert (stats["texts"], stats["skipped"]) == (1, 0)
+    assert drafts(cache, WORDS[:20]) == WORDS[20:23]
+
+
 def test_a_long_plain_text_is_several_texts(tmp_path: Path) -> None:
     numbers = np.random.default_rng(1).integers(0, 800, 60_000).tolist()
     lines = "\n".join(words(numbers[at : at + 10]) for at in range(0, len(numbers), 10))

@@ -261,6 +261,13 @@ def test_a_record_that_was_moved_away_holds_up_no_erasure(tmp_path: Path) -> Non
     assert lines(step_record.path) == [line(1, "fix-42", OTHER)]
 
 
+def test_an_erasure_after_the_end_is_refused_at_once(tmp_path: Path) -> None:
+    step_record = StepRecord(tmp_path / "steps.jsonl")
+    step_record.close()
+    with pytest.raises(StoreError, match=r"steps\.jsonl is closed"):
+        step_record.erase(KEY).result(0)
+
+
 def test_a_pipe_that_nobody_reads_loses_lines_and_holds_up_no_erasure(tmp_path: Path) -> None:
     """Otherwise the thread would wait for a reader for ever, and every erasure with it: HTTP 503 after 20 seconds."""
     step_record = StepRecord(tmp_path / "steps.jsonl")

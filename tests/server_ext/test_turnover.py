@@ -9,6 +9,7 @@ import pytest
 
 from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.identity.prompt_groups import PromptGroups
 from agentspec.server_ext.requests.turnover import Turnover
 from agentspec.server_ext.step import AcceptanceLength, Batch, NewRequest, RequestState, Step
 from tests.server_ext.slow_rows import PROMPT, ROWS, Rows, rows
@@ -403,3 +404,56 @@ def test_a_step_finishes_an_eighth_of_what_ends(few_ends: bool, expected: list[i
     assert counts == expected and done == [str(number) for number in range(sum(expected))]
     turnover.advance(0.0, step.started, step, few_ends=few_ends)
     assert len(done) == sum(expected)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_cannot_be_done_is_not_tried_again(late: bool) -> None:
+    """Otherwise every step would fail at it, and draft for nobody."""
+    done: list[str] = []
+
+    def start(state: RequestState, *_: Any) -> None:
+        if state.request_id == "bad":
+            raise RuntimeError
+        done.append(state.request_id)
+
+    def text() -> list[int]:
+        raise RuntimeError
+
+    turnover = Turnover(start, lambda *_: None)
+    new = [NewRequest(name, [1, 2], Identity()) for name in ("bad", "good")]
+    for each in new:
+        state = RequestState(each.request_id, Identity(), RequestFigures(), AcceptanceLength(0, 0), 2)
+        turnover.begin(state, each)
+        if late and each.request_id == "bad":
+            turnover.end(state, None, text)
+    with pytest.raises(RuntimeError):
+        turnover.advance(1.0, new)
+    turnover.advance(1.0, new)
+    assert (done, len(turnover)) == (["good"], 0)
+
+
+@pytest.mark.parametrize("what", ["groups", "loads", "ends"])
+def test_an_error_beside_the_cache_costs_one_request_at_most(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError
+
+    where: dict[str, tuple[Any, str]] = {
+        "groups": (PromptGroups, "group_of"),
+        "loads": (rows.persistence, "request_load"),
+        "ends": (rows.engine.cache, "free_session"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(*where[what], refuse)
+        identity = Identity(session="s", final=True)
+        rows.engine.begin([NewRequest("a0", rows.tokens[0, :PROMPT], identity)])
+        rows.rows["a0"], rows.lengths["a0"] = 0, PROMPT
+        rows.step()
+        rows.end("a0")
+    rows.begin("b1")
+    rows.step()
+    assert rows.started == (1 if what == "groups" else 2)
+    counters = rows.engine.stats()["counters"]
+    kind = {"groups": "start", "loads": "load", "ends": "finish"}[what]
+    assert (counters[f"errors_{kind}"], counters.get("errors_propose", 0)) == (1, 0)

@@ -33,7 +33,7 @@ def test_a_part_has_its_appends_in_order_and_each_as_it_was() -> None:
     aside = SetAside()
     aside.add("node", records("a", 3, 4))
     aside.add("node", records("b", 5))
-    aside.add("node", records("a", 1, 2), first=True)
+    aside.add("node", records("a", 1, 2), again=True)
     aside.add("other", records("c", 6))
     assert (len(aside), aside.oldest()) == (6, 1)
     assert [numbers_of(aside.take("node")) for _ in range(3)] == [[1, 2], [3, 4], [5]]
@@ -159,3 +159,18 @@ def test_of_refused_logs_without_records_those_refused_longest_ago_are_forgotten
     refuse(aside, "d")
     kept = [name for name, _ in aside.parts()]
     assert kept == ["node", *map(log_part, ("waits", "good", "c", "a", "d"))]
+
+
+def test_a_record_that_went_first_on_trial_goes_back_to_its_place() -> None:
+    """The store refuses a record of "bad", and then the trial with one of another session, too."""
+    aside = SetAside()
+    log = log_part("a")
+    aside.add(
+        log, records("a", 1, session="bad") + records("a", 2, session="bad") + records("a", 3, 4) + records("a", 5)
+    )
+    aside.add(log, records("a", 6))
+    (trial,) = aside.take_other(log, "bad")
+    assert trial.number == 3
+    aside.add(log, [trial], again=True)
+    assert (len(aside), aside.oldest()) == (6, 1)
+    assert [numbers_of(aside.take(log)) for _ in range(4)] == [[1, 2], [3], [4, 5], [6]]

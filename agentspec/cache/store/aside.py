@@ -45,10 +45,20 @@ class _Part:
     appends: deque[list[QueuedRecord]] = field(default_factory=deque)
     logs: Counter[str] = field(default_factory=Counter)
 
-    def add(self, items: list[QueuedRecord], *, first: bool) -> None:
-        """Let an append wait, behind the others, or before them if ``first``."""
-        (self.appends.appendleft if first else self.appends.append)(items)
-        self.logs[items[0].namespace] += 1
+    def add(self, items: list[QueuedRecord]) -> None:
+        """Let an append wait, behind the others."""
+        self._insert(len(self.appends), items)
+
+    def put_back(self, items: list[QueuedRecord]) -> None:
+        """Let an append wait again, by its first number among the appends of its log, before those of other logs."""
+        log, number, place = items[0].namespace, items[0].number, 0
+        for index, append in enumerate(self.appends):
+            if append[0].namespace == log and append[0].number < number:
+                place = index + 1
+        if place and (behind := [item for item in self.appends[place - 1] if item.number > number]):
+            del self.appends[place - 1][-len(behind) :]
+            self._insert(place, behind)
+        self._insert(place, items)
 
     def take(self) -> list[QueuedRecord]:
         """Remove the first append, and return it. Forgets a log of which no other waits, because there may be many."""
@@ -75,6 +85,10 @@ class _Part:
                         self._note_gone(item.namespace)
                     return [item]
         return []
+
+    def _insert(self, place: int, items: list[QueuedRecord]) -> None:
+        self.appends.insert(place, items)
+        self.logs[items[0].namespace] += 1
 
     def _note_gone(self, namespace: str) -> None:
         self.logs[namespace] -= 1
@@ -125,8 +139,8 @@ class SetAside:
         name = current_part(namespace)
         return name if name in self._parts else None
 
-    def add(self, part: str, items: Sequence[QueuedRecord], *, first: bool = False) -> CircuitBreaker:
-        """Let an append wait, behind the others, or before them if ``first``. Return the breaker of its part.
+    def add(self, part: str, items: Sequence[QueuedRecord], *, again: bool = False) -> CircuitBreaker:
+        """Let an append wait, behind the others, or in its former place if ``again``. Return the breaker of its part.
 
         Without ``items``, only make the part. To make room, the call may forget refused logs for which no record waits.
         If the store still refuses one, its next record shows that.
@@ -138,7 +152,7 @@ class SetAside:
             held = _Part(breaker)
         self._parts[part] = held  # the latest is the last
         if items:
-            held.add(list(items), first=first)
+            (held.put_back if again else held.add)(list(items))
             self._count += len(items)
         return held.breaker
 
@@ -199,7 +213,7 @@ class SetAside:
             for append in appends:
                 gone += [item for item in append if item.record.session == session]
                 if kept := [item for item in append if item.record.session != session]:
-                    part.add(kept, first=False)
+                    part.add(kept)
         self._count -= len(gone)
         return gone
 

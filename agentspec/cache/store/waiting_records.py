@@ -165,8 +165,8 @@ class WaitingRecords:
             self.bytes -= items[0].size
         else:
             middle = len(items) // 2 if refused else 0
-            self.aside.add(part, self._without(self._forgotten, items[middle:]), first=True)
-            self.aside.add(part, self._without(self._forgotten, items[:middle]), first=True)
+            self.aside.add(part, self._without(self._forgotten, items[middle:]), again=True)
+            self.aside.add(part, self._without(self._forgotten, items[:middle]), again=True)
         self._end_flight_of(items)
         return alone
 

@@ -112,11 +112,17 @@ class Quotes:
                 left -= len(parts[-1])
         return np.concatenate(parts[::-1]) if parts else np.zeros(0, np.int32)
 
-    def forget(self, owner: str | None) -> None:
-        """Forget the texts of a caller; None: of all callers."""
+    def forget(self, owner: str) -> None:
+        """Forget the texts of a caller."""
         with self._lock:
-            for key in [key for key, (whose, _) in self._known.items() if owner in (whose, None)]:
+            for key in [key for key, (whose, _) in self._known.items() if whose == owner]:
                 self._held -= self._known.pop(key)[1].nbytes + _ENTRY_BYTES
+
+    def forget_all(self) -> None:
+        """Forget the texts of all callers."""
+        with self._lock:
+            self._known.clear()
+            self._held = 0
 
     def _tokens_of(self, key: bytes, owner: str, text: str, form: Form) -> Int32:
         with self._lock:

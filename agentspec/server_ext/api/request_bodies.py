@@ -90,8 +90,12 @@ class BodyMiddleware:
 def forget_quotable(state: Any, engine: Any) -> None:
     """Forget the texts remembered of the caller of this request; those of all callers, if it is the administrator."""
     quotes: Quotes | None = getattr(state, "agentspec_quotes", None)
-    if quotes is not None:
-        quotes.forget(None if shows_admin_key(presented()) else _owner(engine))
+    if quotes is None:
+        return
+    if shows_admin_key(presented()):
+        quotes.forget_all()
+    elif (owner := _owner(engine)) is not None:
+        quotes.forget(owner)
 
 
 def _owner(engine: Any) -> str | None:

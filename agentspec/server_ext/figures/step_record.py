@@ -78,7 +78,10 @@ class StepRecord:
         The lines keep their lengths, so that other processes can go on appending to the file.
         """
         done: Future[None] = Future()
-        self._erasures.append((session_key, done))
+        if self._stop.is_set():
+            done.set_exception(StoreError(f"the step record {self.path} is closed; erase the session after a restart"))
+        else:
+            self._erasures.append((session_key, done))
         return done
 
     def close(self) -> None:
@@ -86,6 +89,7 @@ class StepRecord:
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
+        atexit.unregister(self.close)
 
     def _run(self) -> None:
         while not self._stop.wait(_FLUSH_SECONDS):

@@ -35,8 +35,8 @@ class CachedRequests:
         identity = new.identity
         if state.identity.session != identity.session:  # the session was erased: draft from the request's own text
             identity = replace(identity, session=None, scope="none")
-        group = self._groups.group_of(identity, prompt)
         try:
+            group = self._groups.group_of(identity, prompt)
             self._cache.start(
                 new.request_id,
                 prompt,
@@ -63,8 +63,11 @@ class CachedRequests:
         self._metrics.counters["started"] += 1
         if identity.ignored_ids:
             self._metrics.counters["ignored_ids"] += identity.ignored_ids
-        family = self._cache.family_of(new.request_id)
-        self._persistence.request_load(identity, group=group, family=family)
+        try:
+            family = self._cache.family_of(new.request_id)
+            self._persistence.request_load(identity, group=group, family=family)
+        except Exception as error:  # it drafts from what the cache holds
+            self._metrics.count_error("load", error)
 
     def keep(self, state: RequestState, output_limit: int | None) -> None:
         """Keep a response, unless it is too short, and send the turn to the store.
@@ -81,7 +84,10 @@ class CachedRequests:
                 self._store(state, output_limit)
         if identity.final and identity.session is not None:
             self._metrics.counters["sessions_ended"] += 1
-            self._cache.free_session(identity.tenant, identity.session)
+            try:
+                self._cache.free_session(identity.tenant, identity.session)
+            except Exception as error:
+                self._metrics.count_error("finish", error)
 
     def drop(self, request_id: str) -> None:
         """Remove a request and keep nothing of it."""

@@ -61,7 +61,7 @@ class Turnover:
     """Hold the requests that wait to be started or finished.
 
     start(state, new, prompt, response): starts a request in the cache. prompt: its tokens, [P]. response: the tokens
-    that it has been given, if it has ended meanwhile. finish(state, output_limit): keeps a response. Neither raises.
+    that it has been given, if it has ended meanwhile. finish(state, output_limit): keeps a response.
     """
 
     def __init__(
@@ -148,7 +148,6 @@ class Turnover:
                 if prompt is None:
                     continue
             self._do(item, prompt)
-            self._waiting.remove(item)  # an erasure finds it there until it is done
             done += 1
             before, now = now, time.thread_time()
             self._usual.add(now - before, _USUAL_ITEMS)
@@ -184,22 +183,26 @@ class Turnover:
                 continue
             if isinstance(item, Ending) or item.text is not None:
                 self._do(item, None)
-            self._waiting.remove(item)  # an erasure finds it there until it is done
+            else:
+                self._waiting.remove(item)
 
     def _do(self, item: Beginning | Ending, prompt: Sequence[int] | Int32 | None) -> None:
-        """Start or finish a request. prompt: of a request that starts and has no ``text``."""
-        if isinstance(item, Ending):
-            lengths = [length for length in (item.output_limit, item.state.told_length) if length is not None]
-            self._finish(item.state, min(lengths, default=None))
-            return
-        response: Sequence[int] = ()
-        if item.text is not None:
-            text = item.text()
-            prompt, response = text[: item.state.prompt_length], text[item.state.prompt_length :]
-        assert prompt is not None
-        item.state.awaits_start = False
-        if not item.state.failed:
-            self._start(item.state, item.new, prompt, response)
+        """Start or finish a request, and wait for it no more. prompt: of a request that starts without ``text``."""
+        try:
+            if isinstance(item, Ending):
+                lengths = [length for length in (item.output_limit, item.state.told_length) if length is not None]
+                self._finish(item.state, min(lengths, default=None))
+                return
+            item.state.awaits_start = False
+            response: Sequence[int] = ()
+            if item.text is not None:
+                text = item.text()
+                prompt, response = text[: item.state.prompt_length], text[item.state.prompt_length :]
+            assert prompt is not None
+            if not item.state.failed:
+                self._start(item.state, item.new, prompt, response)
+        finally:  # an erasure finds it there until it is done
+            self._waiting.remove(item)
 
 
 def _least(
