@@ -10,15 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from agentspec.client.answers.reply import Reply, Speculation
+    from agentspec.client.answers.streams import AsyncReplyStream, ReplyStream
     from agentspec.client.async_client import AsyncAgentClient, AsyncSession
-    from agentspec.client.budget import Attempt, Budget, LoopResult, Progress, Spent
     from agentspec.client.client import AgentClient, Session
-    from agentspec.client.conversation import Gap
     from agentspec.client.forecast import Forecast
-    from agentspec.client.loop_generators import Stage
-    from agentspec.client.reply import Reply, Speculation
-    from agentspec.client.streams import AsyncReplyStream, ReplyStream
-    from agentspec.client.tools import ToolRun
+    from agentspec.client.history.conversation import Gap
+    from agentspec.client.loops.budget import Attempt, Budget, LoopResult, Progress, Spent
+    from agentspec.client.loops.generators import Stage
+    from agentspec.client.loops.tools import ToolRun
     from agentspec.draft_figures import DecodeStep, DraftedToken
 
 __all__ = [
@@ -46,23 +46,23 @@ __all__ = [
 _MODULES = {
     "AgentClient": "client",
     "AsyncAgentClient": "async_client",
-    "AsyncReplyStream": "streams",
+    "AsyncReplyStream": "answers.streams",
     "AsyncSession": "async_client",
-    "Attempt": "budget",
-    "Budget": "budget",
-    "DecodeStep": "reply",
-    "DraftedToken": "reply",
+    "Attempt": "loops.budget",
+    "Budget": "loops.budget",
+    "DecodeStep": "answers.reply",
+    "DraftedToken": "answers.reply",
     "Forecast": "forecast",
-    "Gap": "conversation",
-    "LoopResult": "budget",
-    "Progress": "budget",
-    "Reply": "reply",
-    "ReplyStream": "streams",
+    "Gap": "history.conversation",
+    "LoopResult": "loops.budget",
+    "Progress": "loops.budget",
+    "Reply": "answers.reply",
+    "ReplyStream": "answers.streams",
     "Session": "client",
-    "Speculation": "reply",
-    "Spent": "budget",
-    "Stage": "loop_generators",
-    "ToolRun": "tools",
+    "Speculation": "answers.reply",
+    "Spent": "loops.budget",
+    "Stage": "loops.generators",
+    "ToolRun": "loops.tools",
 }
 
 

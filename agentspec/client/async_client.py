@@ -14,14 +14,17 @@ import openai
 from typing_extensions import Unpack
 
 from agentspec.client.agents_session import AgentsSession
+from agentspec.client.answers.reply import ParsedT, Reply, Speculation, read_speculation
+from agentspec.client.answers.streamed_answer import StreamedAnswer
+from agentspec.client.answers.streams import AsyncReplyStream
 from agentspec.client.base import ClientBase, SessionBase, StreamItem
 from agentspec.client.connection import AsyncClientOptions, connect, remedies_noted
-from agentspec.client.conversation import Conversation, Gap, OnUnavailable, Turn
-from agentspec.client.loops import AsyncLoops
+from agentspec.client.history.conversation import Conversation, Gap, OnUnavailable, Turn
+from agentspec.client.history.store_threads import StoreThreads
+from agentspec.client.loops.session_loops import AsyncLoops
 from agentspec.client.messages import Content
 from agentspec.client.option_checks import options_named
 from agentspec.client.priming import Priming, added_by
-from agentspec.client.reply import ParsedT, Reply, Speculation, read_speculation
 from agentspec.client.request import (
     ERASURE_PAUSE_S,
     ERASURE_S,
@@ -35,9 +38,6 @@ from agentspec.client.request import (
     is_erased,
 )
 from agentspec.client.session_naming import SessionTags
-from agentspec.client.store_threads import StoreThreads
-from agentspec.client.streamed_answer import StreamedAnswer
-from agentspec.client.streams import AsyncReplyStream
 from agentspec.errors import AgentSpecError
 
 if TYPE_CHECKING:

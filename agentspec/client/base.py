@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 import openai
 from openai.types.chat import ChatCompletion
 
-from agentspec.client.conversation import Conversation, OnUnavailable, Turn
-from agentspec.client.erasure_list import ErasureList
+from agentspec.client.answers.record import ReplyRecord
+from agentspec.client.answers.reply import ParsedT, Reply, read_reply
+from agentspec.client.history.conversation import Conversation, OnUnavailable, Turn
+from agentspec.client.history.erasure_list import ErasureList
+from agentspec.client.history.session_log import SessionLog
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
 from agentspec.client.option_checks import check_timeout
 from agentspec.client.priming import Priming, prime_history, prime_resumed, prime_texts
-from agentspec.client.record import ReplyRecord
-from agentspec.client.reply import ParsedT, Reply, read_reply
 from agentspec.client.request import Call, RequestBuilder, Speculating, salt_headers
-from agentspec.client.session_log import SessionLog
 from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, InvalidSessionError
 from agentspec.identifiers import check_ids
@@ -307,7 +307,7 @@ def _open_log(store: str | Store | None) -> SessionLog:
             "store: 'auto', a URL such as sqlite:///sessions.db, a store object or None is needed, not"
             f" {type(store).__name__}"
         )
-    from agentspec.client.store_log import StoreLog  # imported here: the store's modules load numpy and SQLite
+    from agentspec.client.history.store_log import StoreLog  # imported here: the store's modules load numpy and SQLite
 
     return StoreLog.of(store)
 

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import openai
 from typing_extensions import Unpack
 
+from agentspec.client.answers.reply import ParsedT, Reply, Speculation, read_speculation
+from agentspec.client.answers.streamed_answer import StreamedAnswer
+from agentspec.client.answers.streams import ReplyStream
 from agentspec.client.base import ClientBase, SessionBase, StreamItem
 from agentspec.client.connection import ClientOptions, connect, remedies_noted
-from agentspec.client.conversation import Conversation, Gap, OnUnavailable
-from agentspec.client.loops import Loops
+from agentspec.client.history.conversation import Conversation, Gap, OnUnavailable
+from agentspec.client.loops.session_loops import Loops
 from agentspec.client.messages import Content
 from agentspec.client.option_checks import options_named
 from agentspec.client.priming import Priming, added_by
-from agentspec.client.reply import ParsedT, Reply, Speculation, read_speculation
 from agentspec.client.request import (
     ERASURE_PAUSE_S,
     ERASURE_S,
@@ -35,8 +37,6 @@ from agentspec.client.request import (
     is_erased,
 )
 from agentspec.client.session_naming import SessionTags
-from agentspec.client.streamed_answer import StreamedAnswer
-from agentspec.client.streams import ReplyStream
 
 if TYPE_CHECKING:
     from agentspec.cache.store import Store

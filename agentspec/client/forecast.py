@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from agentspec.cache.types import Int32Array
+from agentspec.client.answers.reply import Reply, Speculation, total_speculation
 from agentspec.client.messages import shown
-from agentspec.client.reply import Reply, Speculation, total_speculation
 from agentspec.draft_figures import DraftRates
 from agentspec.errors import ConfigurationError, InvalidInputError
 

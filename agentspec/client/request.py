@@ -11,12 +11,12 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import openai
 
-from agentspec.client.conversation import Conversation
-from agentspec.client.formats import check_response_format, has_loose_tools, json_schema_format
+from agentspec.client.answers.formats import check_response_format, has_loose_tools, json_schema_format
+from agentspec.client.answers.reply import ParsedT, Reply
+from agentspec.client.history.conversation import Conversation
 from agentspec.client.messages import Content, as_messages, as_sent, shown
 from agentspec.client.option_checks import check_headers, check_mapping, check_retries, check_timeout
 from agentspec.client.predictions import as_prediction, check_predict, likely_answer, openai_refuses
-from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.session_naming import EXTENSION, FIGURES_HEADER, NAMINGS, SessionTags, spelled_here
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.identifiers import to_header, to_path

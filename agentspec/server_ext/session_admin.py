@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from agentspec.cache.store import Erasure, NewEntry, RecordReader, SessionUsage, Store, TurnRecord, decode, encode
-from agentspec.cache.store.courtesy import Courtesy
+from agentspec.cache.store.background.courtesy import Courtesy
 from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.figures.step_record import StepRecord
 from agentspec.server_ext.figures.traces import Traces

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentspec import AgentClient, Session
 from agentspec.cache.store import Store
-from agentspec.client.outbox import read_session
+from agentspec.client.history.outbox import read_session
 
 from .fake_server import FakeServer
 

@@ -9,7 +9,7 @@ import pytest
 
 from agentspec import AgentSpecError, AsyncAgentClient, InvalidInputError, SessionConflictError, StoreError
 from agentspec.cache.store import MemoryStore
-from agentspec.client.outbox import NAMESPACE
+from agentspec.client.history.outbox import NAMESPACE
 from agentspec.errors import StoreUnavailableError
 
 from .fake_server import FakeServer

@@ -76,7 +76,7 @@ async def test_connections_are_closed_though_the_store_cannot_be(
 ) -> None:
     client = connect(server, store="memory://")
     await client.session("s").chat("one")
-    monkeypatch.setattr("agentspec.client.outbox.Outbox.close", Mock(side_effect=StoreError("no close")))
+    monkeypatch.setattr("agentspec.client.history.outbox.Outbox.close", Mock(side_effect=StoreError("no close")))
     with pytest.raises(StoreError, match="no close"):
         await client.close()
     assert client.openai.is_closed()

@@ -11,7 +11,7 @@ import pytest
 
 from agentspec import AgentClient, AsyncAgentClient, Stage, StoreUnavailableError
 from agentspec.cache.store import open_store
-from agentspec.client.erasure_list import ErasureList
+from agentspec.client.history.erasure_list import ErasureList
 from agentspec.identifiers import is_helper
 
 from .fake_server import FakeServer
@@ -155,8 +155,8 @@ def test_clear_erases_what_helpers_said_and_what_was_primed_under_salts(server: 
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.client.erasure_list._MAX_SESSIONS", 3)
-    monkeypatch.setattr("agentspec.client.erasure_list._MAX_NAMES", 2)
+    monkeypatch.setattr("agentspec.client.history.erasure_list._MAX_SESSIONS", 3)
+    monkeypatch.setattr("agentspec.client.history.erasure_list._MAX_NAMES", 2)
     erasures = ErasureList()
     for session in ("a", "b", "c", "a", "d"):
         for salt in ("1", "2", "3"):
@@ -203,7 +203,7 @@ async def test_clear_says_that_something_is_left(server: FakeServer, monkeypatch
 def test_clear_says_that_something_is_left_in_the_clients_own_store(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.client.store_log.FLUSH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("agentspec.client.history.store_log.FLUSH_TIMEOUT_S", 0.3)
     path = tmp_path / "sessions.db"
     with AgentClient(base_url=server.url, model="small", store=f"sqlite:///{path}") as client:
         session = client.session("s")

@@ -12,8 +12,8 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from agentspec import AgentClient, AsyncAgentClient, ConfigurationError
+from agentspec.client.answers.reply import Reply, read_reply, read_speculation
 from agentspec.client.forecast import Forecaster, _TokenisedTexts, approximate_tokens
-from agentspec.client.reply import Reply, read_reply, read_speculation
 
 from .fake_server import FakeServer
 from .test_speculation import COUNTS

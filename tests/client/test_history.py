@@ -12,9 +12,9 @@ import pytest
 
 from agentspec import AgentClient, AsyncAgentClient, Gap, InvalidInputError, StoreError, StoreUnavailableError
 from agentspec.cache.store import MessageRecord, NewEntry, Store, encode, open_store
-from agentspec.client.conversation import Conversation
-from agentspec.client.outbox import NAMESPACE, Outbox, read_session
-from agentspec.client.session_log import ClientView, Said, SessionLog
+from agentspec.client.history.conversation import Conversation
+from agentspec.client.history.outbox import NAMESPACE, Outbox, read_session
+from agentspec.client.history.session_log import ClientView, Said, SessionLog
 
 from .fake_server import FakeServer
 from .histories import connect, contents, stored, wait_until_stored
@@ -111,7 +111,7 @@ def test_a_session_is_not_resumed_before_this_process_has_written_it(
     with connect(server, store) as client:
         client.session("s").chat("one")  # no object of this session is left
         with monkeypatch.context() as patch, pytest.raises(StoreUnavailableError, match="wait to be written"):
-            patch.setattr("agentspec.client.store_log.FLUSH_TIMEOUT_S", 0.2)
+            patch.setattr("agentspec.client.history.store_log.FLUSH_TIMEOUT_S", 0.2)
             client.session("s").chat("two")
         store.failing = set()
         wait_until_stored(store, 2)
@@ -189,7 +189,7 @@ def test_a_session_with_gaps_says_so(server: FakeServer, with_gaps: Store, caplo
 
 
 def test_a_slow_store_slows_one_call_at_most(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.client.outbox.WAIT_S", 2.0)
+    monkeypatch.setattr("agentspec.client.history.outbox.WAIT_S", 2.0)
     store = FailingStore()
     with connect(server, store) as client:
         session = client.session("s")

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from agentspec import AgentClient, AsyncAgentClient, Budget, SessionBusyError
-from agentspec.client.budget import bounded_timeout, call_limits
+from agentspec.client.loops.budget import bounded_timeout, call_limits
 
 from .fake_server import FakeServer
 from .loop_runs import calls, roles

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agentspec import AgentClient, AsyncAgentClient, Attempt, Budget, Progress, Reply, SessionBusyError, Stage
-from agentspec.client.budget import Account, BudgetSpentError
+from agentspec.client.loops.budget import Account, BudgetSpentError
 
 from .fake_server import FakeServer
 from .loop_runs import add, calls, short
@@ -207,7 +207,7 @@ def test_a_synchronous_loop_refuses_asynchronous_functions(server: FakeServer) -
 
 
 def test_both_clients_have_the_same_loops() -> None:
-    from agentspec.client.loops import AsyncLoops, Loops
+    from agentspec.client.loops.session_loops import AsyncLoops, Loops
 
     for name in ("refine", "best_of", "run_tools", "pipeline"):
         one, other = inspect.signature(getattr(Loops, name)), inspect.signature(getattr(AsyncLoops, name))

@@ -177,7 +177,8 @@ class TestBudget:
         self, run: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock, passed = time.monotonic, [0.0]
-        monkeypatch.setattr("agentspec.client.budget.time", SimpleNamespace(monotonic=lambda: clock() + passed[0]))
+        later = SimpleNamespace(monotonic=lambda: clock() + passed[0])
+        monkeypatch.setattr("agentspec.client.loops.budget.time", later)
 
         def slow(reply: Reply) -> str:
             passed[0] = 61.0

@@ -10,8 +10,8 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from agentspec import AgentClient, AgentSpecError, Budget
-from agentspec.client.reply import read_reply
-from agentspec.client.streamed_answer import StreamedAnswer
+from agentspec.client.answers.reply import read_reply
+from agentspec.client.answers.streamed_answer import StreamedAnswer
 
 from .fake_server import FakeServer
 

@@ -10,8 +10,8 @@ import pytest
 
 from agentspec import AgentClient, Gap
 from agentspec.cache.store import MemoryStore, NewEntry
-from agentspec.client.outbox import Outbox, read_session
-from agentspec.client.session_log import ClientView, Said
+from agentspec.client.history.outbox import Outbox, read_session
+from agentspec.client.history.session_log import ClientView, Said
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import wait_until
 

@@ -25,7 +25,7 @@ from agentspec import (
     StoreURLError,
 )
 from agentspec.cache.store import Retention, default_store_url, open_store
-from agentspec.client.outbox import NAMESPACE
+from agentspec.client.history.outbox import NAMESPACE
 from tests.store.helpers import damage_payload, wait_until
 
 from .fake_server import FakeServer
@@ -136,7 +136,7 @@ def test_connections_are_closed_though_writing_is_interrupted(
 ) -> None:
     client = AgentClient(base_url=server.url, model="small", store=FailingStore("append"))
     client.session("s").chat("one")
-    monkeypatch.setattr("agentspec.client.outbox.Outbox.close", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("agentspec.client.history.outbox.Outbox.close", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         client.close()
     assert client.openai.is_closed()
@@ -193,7 +193,7 @@ def test_clear_removes_what_is_stored(server: FakeServer) -> None:
 def test_a_store_that_cannot_write_costs_no_call(
     server: FakeServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.client.store_log.FLUSH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("agentspec.client.history.store_log.FLUSH_TIMEOUT_S", 0.3)
     with caplog.at_level(logging.WARNING):
         client = AgentClient(base_url=server.url, model="small", store=FailingStore("append"))
         session = client.session("s")
@@ -275,7 +275,7 @@ def test_the_default_store_erases_whole_sessions_that_were_not_used_for_long(
         for name in ("old", "new"):
             client.session(name).chat("one")
         client.session("new").chat("two")
-    monkeypatch.setattr("agentspec.client.store_log.RETENTION", Retention(records=5))
+    monkeypatch.setattr("agentspec.client.history.store_log.RETENTION", Retention(records=5))
     with AgentClient(base_url=server.url, model="small") as client:
         assert len(client.session("new").messages) == 4  # opens the store
         store = open_store(default_store_url("sessions.db"))
@@ -289,13 +289,13 @@ def test_the_default_store_stays_within_its_limits_while_a_client_runs(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A service runs for months, and may be the only client of its store."""
-    monkeypatch.setattr("agentspec.client.store_log._TRIM_PAUSE_S", 0.0)
+    monkeypatch.setattr("agentspec.client.history.store_log._TRIM_PAUSE_S", 0.0)
     with AgentClient(base_url=server.url, model="small") as client:
         for name in ("old", "old", "old", "new"):
             client.session(name).chat("one")
         store = open_store(default_store_url("sessions.db"))
         wait_until(lambda: store.usage().records == 8)
-        monkeypatch.setattr("agentspec.client.store_log.RETENTION", Retention(records=7))
+        monkeypatch.setattr("agentspec.client.history.store_log.RETENTION", Retention(records=7))
         client.session("new").chat("two")
         wait_until(lambda: len(store.sessions(NAMESPACE)) == 1)
         store.close()

@@ -9,7 +9,7 @@ import pytest
 
 from agentspec import AgentClient, ConfigurationError, Speculation
 from agentspec.client import request
-from agentspec.client.reply import read_speculation
+from agentspec.client.answers.reply import read_speculation
 
 from .fake_server import FakeServer
 

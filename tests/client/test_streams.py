@@ -13,8 +13,8 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from agentspec import AgentClient, AgentSpecError, InvalidInputError, SessionBusyError
-from agentspec.client.reply import read_reply
-from agentspec.client.streamed_answer import StreamedAnswer
+from agentspec.client.answers.reply import read_reply
+from agentspec.client.answers.streamed_answer import StreamedAnswer
 from tests.store.helpers import wait_until
 
 from .fake_server import FakeServer

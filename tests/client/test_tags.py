@@ -11,9 +11,9 @@ import pytest
 
 from agentspec import AgentClient, ConfigurationError, InvalidInputError, InvalidSessionError
 from agentspec.client.connection import connect
-from agentspec.client.conversation import Conversation
+from agentspec.client.history.conversation import Conversation
+from agentspec.client.history.session_log import SessionLog
 from agentspec.client.request import Call, RequestBuilder
-from agentspec.client.session_log import SessionLog
 from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags
 from agentspec.identifiers import from_header, to_header
 

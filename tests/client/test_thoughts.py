@@ -10,10 +10,10 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from agentspec import AgentClient, ConfigurationError
+from agentspec.client.answers.reply import read_reply
+from agentspec.client.answers.streamed_answer import StreamedAnswer
 from agentspec.client.messages import as_sent, assistant_message
-from agentspec.client.reply import read_reply
 from agentspec.client.request import Call, RequestBuilder
-from agentspec.client.streamed_answer import StreamedAnswer
 
 from .fake_server import FakeServer
 from .test_streams import chunk

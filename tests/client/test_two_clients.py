@@ -17,7 +17,7 @@ import pytest
 
 from agentspec import AsyncAgentClient, Session, SessionConflictError, StoreUnavailableError
 from agentspec.cache.store import open_store
-from agentspec.client.outbox import NAMESPACE
+from agentspec.client.history.outbox import NAMESPACE
 from agentspec.testing.redis_server import RedisServer
 
 from .fake_server import FakeServer
@@ -152,7 +152,7 @@ def test_two_processes_on_one_session(
     script = f"""
         import pathlib, sys, time
         from agentspec import AgentClient, SessionConflictError
-        from agentspec.client import outbox
+        from agentspec.client.history import outbox
         outbox.WAIT_S = 20.0  # on a busy machine a slow append must not pass for a store that is away
         conflicts = 0
         ready = [pathlib.Path({str(tmp_path)!r}, who) for who in "ab"]

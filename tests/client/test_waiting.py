@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from agentspec import AgentClient, AsyncAgentClient
-from agentspec.client.outbox import read_session
-from agentspec.client.session_log import Said
+from agentspec.client.history.outbox import read_session
+from agentspec.client.history.session_log import Said
 
 from .fake_server import FakeServer
 from .stores import FailingStore
@@ -35,7 +35,7 @@ class Held:
 async def test_a_call_that_is_cancelled_while_the_store_writes_leaves_its_session_as_it_was(
     server: FakeServer, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.client.outbox.WAIT_S", 5.0)
+    monkeypatch.setattr("agentspec.client.history.outbox.WAIT_S", 5.0)
     store = FailingStore()
     append = Held(store.append)
     async with AsyncAgentClient(base_url=server.url, model="small", store=store) as client:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from agentspec import AgentClient, Session
-from agentspec.client.reply import Reply
+from agentspec.client.answers.reply import Reply
 from agentspec.testing.server import ModelServer
 from demo.agent import Agent
 from demo.tasks import FIRST_HELD_OUT_SEED, make_task

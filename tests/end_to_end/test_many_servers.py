@@ -17,7 +17,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from agentspec import AgentClient
-from agentspec.client.reply import Reply
+from agentspec.client.answers.reply import Reply
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import ModelServer
 from demo.agent import Agent

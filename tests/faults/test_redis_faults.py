@@ -241,8 +241,8 @@ def held_until(event: threading.Event, begun: threading.Event, call: Callable[..
 
 def test_back_after_what_the_server_knew_of_the_writer_has_expired(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer is forgotten after an hour, which is a second here."""
-    for module in ("redis_shard", "redis_losses"):
-        monkeypatch.setattr(f"agentspec.cache.store.{module}.WRITER_SECONDS", 1)
+    for module in ("shard", "losses"):
+        monkeypatch.setattr(f"agentspec.cache.store.redis.{module}.WRITER_SECONDS", 1)
     with RedisServer() as server, Serving(server.url) as serving:
         server.kill()
         begin = time.monotonic()

@@ -21,7 +21,8 @@ TENANT = "t"
 NS = LOGS.of(TENANT)
 
 
-LIFE_SECONDS = "agentspec.cache.store.follower.LIFE_SECONDS"
+FOLLOWER = "agentspec.cache.store.background.follower"
+LIFE_SECONDS = f"{FOLLOWER}.LIFE_SECONDS"
 
 
 @pytest.fixture(autouse=True)

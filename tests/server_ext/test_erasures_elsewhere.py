@@ -19,7 +19,7 @@ from agentspec.server_ext.persistence.persistence import Persistence
 from tests.store.helpers import wait_until
 from tests.timing import assert_fast
 
-from .replicas import LIFE_SECONDS, NS, TENANT, Start, meet, patience, start, stored, text
+from .replicas import FOLLOWER, LIFE_SECONDS, NS, TENANT, Start, meet, patience, start, stored, text
 
 __all__ = ["patience", "start"]
 
@@ -39,7 +39,7 @@ def test_what_was_read_of_a_session_that_is_erased_here_is_dropped(
         return learn(turn)
 
     monkeypatch.setattr(a.cache, "learn_from", slowly)
-    monkeypatch.setattr("agentspec.cache.store.follower._LEARN_SECONDS", 60.0)  # a busy machine may take all 20 ms
+    monkeypatch.setattr(f"{FOLLOWER}._LEARN_SECONDS", 60.0)  # a busy machine may take all 20 ms
     b.say([1, 2, 3], text(100), "gone")
     assert b.persistence._writer.flush(60)
     assert read.wait(60)

@@ -14,7 +14,7 @@ from tests.store.helpers import FlakyStore
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the socket timeout for tests that are not about timeouts: a busy machine can hold a server up for long."""
-    monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 60.0)
+    monkeypatch.setattr("agentspec.cache.store.redis.client.SOCKET_TIMEOUT", 60.0)
 
 
 @pytest.fixture(scope="module")

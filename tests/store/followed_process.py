@@ -10,7 +10,8 @@ from agentspec.errors import StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, number_of, wait_until
 
 OTHER = "fedcba9876543210"
-LIFE_SECONDS = "agentspec.cache.store.follower.LIFE_SECONDS"
+FOLLOWER = "agentspec.cache.store.background.follower"
+LIFE_SECONDS = f"{FOLLOWER}.LIFE_SECONDS"
 
 
 @dataclass

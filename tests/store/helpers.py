@@ -21,7 +21,7 @@ from agentspec.cache.store import (
     encode,
 )
 from agentspec.cache.store.codec import _checksum
-from agentspec.cache.store.sqlite_file import FRONT
+from agentspec.cache.store.sqlite.file import FRONT
 from agentspec.cache.types import Int32Array
 from agentspec.errors import StoreUnavailableError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentspec.cache.store.aside import QueuedRecord, SetAside, log_part
+from agentspec.cache.store.background.aside import QueuedRecord, SetAside, log_part
 from agentspec.cache.store.records import EraseRecord
 from tests.store.helpers import WRITER, turn
 
@@ -125,7 +125,7 @@ def test_parts_are_tried_when_their_pauses_are_over_and_a_refused_log_only_for_a
     assert aside.wait() is None
     aside.add("slow", records("a", 1)).failure()
     assert 0.9 < (aside.wait() or 0) <= 1.0 and aside.due() == []
-    monkeypatch.setattr("agentspec.cache.store.aside._PAUSE", 0.0)
+    monkeypatch.setattr("agentspec.cache.store.background.aside._PAUSE", 0.0)
     breaker = aside.add("quick", records("b", 2))
     assert [name for name, _ in aside.due()] == ["quick"]  # not tried yet
     breaker.failure()
@@ -146,7 +146,7 @@ def test_of_refused_logs_without_records_those_refused_longest_ago_are_forgotten
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Logs with waiting records, and parts that are away, are not forgotten."""
-    monkeypatch.setattr("agentspec.cache.store.aside.REFUSED_LOGS", 3)
+    monkeypatch.setattr("agentspec.cache.store.background.aside.REFUSED_LOGS", 3)
     aside = SetAside()
     aside.add("node", [])
     aside.add(log_part("waits"), records("waits", 1)).failure()

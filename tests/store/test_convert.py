@@ -19,7 +19,7 @@ from redis.cluster import ClusterNode, RedisCluster
 from agentspec.cache.store import LogNames, MessageRecord, Record, Store, TurnRecord, decode, mac, open_store
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.cache.store.convert import Converted, OldLog, convert, old_log_name
-from agentspec.cache.store.sqlite_file import APPLICATION_ID
+from agentspec.cache.store.sqlite.file import APPLICATION_ID
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 from agentspec.testing.redis_server import RedisClusterServers, RedisServer
 from tests.store.helpers import NS

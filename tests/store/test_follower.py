@@ -9,7 +9,7 @@ import pytest
 from agentspec.cache.store import Retention, encode
 from agentspec.cache.store.base import NewEntry, entry_name
 from agentspec.errors import StoreError, StoreUnavailableError
-from tests.store.followed_process import LIFE_SECONDS, OTHER, Process
+from tests.store.followed_process import FOLLOWER, LIFE_SECONDS, OTHER, Process
 from tests.store.helpers import NS, entry_of, turn, wait_until
 
 
@@ -74,7 +74,7 @@ def test_others_records_are_learned_from_while_there_is_time(
 ) -> None:
     """The other records are delivered, too."""
     # A busy machine may hold up a thread for 20 ms, so this is a second.
-    monkeypatch.setattr("agentspec.cache.store.follower._LEARN_SECONDS", 1.0 if seconds else 60.0)
+    monkeypatch.setattr(f"{FOLLOWER}._LEARN_SECONDS", 1.0 if seconds else 60.0)
     process.learning_takes = seconds
     process.begin(NS, "t")
     process.store.append(NS, [entry_of(turn("s", number)) for number in range(10)])
@@ -214,8 +214,8 @@ def test_a_log_is_followed_until_what_is_to_be_erased_again_is(process: Process)
 
 
 def test_a_tombstone_does_not_wait_for_the_records_before_it(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.cache.store.follower._READ_SECONDS", 0.02)
-    monkeypatch.setattr("agentspec.cache.store.follower._SLICE", 8)  # a slow machine takes long enough for these
+    monkeypatch.setattr(f"{FOLLOWER}._READ_SECONDS", 0.02)
+    monkeypatch.setattr(f"{FOLLOWER}._SLICE", 8)  # a slow machine takes long enough for these
     monkeypatch.setattr(LIFE_SECONDS, 2.0)
     process.taking_takes = 0.005
     process.begin(NS, "t")
@@ -235,8 +235,8 @@ def test_a_tombstone_does_not_wait_for_the_records_before_it(process: Process, m
 def test_many_tombstones_ahead_are_applied_once_and_none_is_forgotten(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.follower._READ_SECONDS", 0.02)
-    monkeypatch.setattr("agentspec.cache.store.follower._MAX_ERASED", 2)
+    monkeypatch.setattr(f"{FOLLOWER}._READ_SECONDS", 0.02)
+    monkeypatch.setattr(f"{FOLLOWER}._MAX_ERASED", 2)
     process.taking_takes = 0.005
     process.number = 7
     process.begin(NS, "t")
@@ -277,7 +277,7 @@ def test_two_that_begin_to_follow_a_log_at_once_skip_nothing_of_it(
 def test_what_was_read_of_a_session_that_this_process_erases_is_dropped(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.follower._LEARN_SECONDS", 60.0)  # a busy machine may take all 20 ms
+    monkeypatch.setattr(f"{FOLLOWER}._LEARN_SECONDS", 60.0)  # a busy machine may take all 20 ms
     process.may_learn.clear()  # the follower holds the record until the session is erased
     process.begin(NS, "t")
     process.store.append(NS, [entry_of(turn("s", 1)), entry_of(turn("other", 2))])
@@ -383,8 +383,8 @@ def test_who_follows_nothing_misses_nothing(process: Process, monkeypatch: pytes
 def test_what_is_remembered_of_tombstones_and_owners_is_bounded(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.own_erasures._MAX_TOMBSTONES", 3)
-    monkeypatch.setattr("agentspec.cache.store.followed._MAX_OWNERS", 3)
+    monkeypatch.setattr("agentspec.cache.store.background.own_erasures._MAX_TOMBSTONES", 3)
+    monkeypatch.setattr("agentspec.cache.store.background.followed._MAX_OWNERS", 3)
     for number in range(10):
         process.follower.own.erase_session(NS, f"s{number}")
         assert not process.follower.use(f"log-{number}", "ada")

@@ -150,7 +150,7 @@ def test_what_is_said_behind_an_erasure_of_this_process_is_delivered_with_it(
 
 
 def test_only_so_many_erased_sessions_are_remembered(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.cache.store.follower._MAX_ERASED", 3)
+    monkeypatch.setattr("agentspec.cache.store.background.follower._MAX_ERASED", 3)
     process.begin(NS, "t")
     for number in range(6):
         process.store.erase_session(NS, f"s{number}")
@@ -162,8 +162,8 @@ def test_only_so_many_erased_sessions_are_remembered(process: Process, monkeypat
 
 def test_no_tombstone_waits_for_this_process_s_own_records(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an outage, thousands of this process's records may be written at once."""
-    monkeypatch.setattr("agentspec.cache.store.follower._READ_SECONDS", 0.0)  # one slice at a time
-    monkeypatch.setattr("agentspec.cache.store.follower._SLICE", 8)
+    monkeypatch.setattr("agentspec.cache.store.background.follower._READ_SECONDS", 0.0)  # one slice at a time
+    monkeypatch.setattr("agentspec.cache.store.background.follower._SLICE", 8)
     skipped_before = list[int]()
 
     def erase(tenant: str | None, session: str) -> int:

@@ -91,7 +91,7 @@ def test_only_a_session_that_comes_in_one_batch_is_indexed_before_it_is_delivere
     store: FlakyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise indexes of a part would be taken for those of the whole session."""
-    monkeypatch.setattr("agentspec.cache.store.loader._PREPARED_TOKENS", 1)
+    monkeypatch.setattr("agentspec.cache.store.background.loader._PREPARED_TOKENS", 1)
     prepared = list[int]()
 
     def prepare(records: list[TurnRecord]) -> Any:

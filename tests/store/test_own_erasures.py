@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from agentspec.cache.store import Erasure, MemoryStore
-from agentspec.cache.store.own_erasures import OwnErasures
+from agentspec.cache.store.background.own_erasures import OwnErasures
 from tests.store.helpers import NS
 
 
@@ -83,7 +83,7 @@ def test_who_asks_is_answered_as_soon_as_the_erasure_ends(store: HangingStore) -
 
 
 def test_the_tombstones_known_are_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.cache.store.own_erasures._MAX_TOMBSTONES", 2)
+    monkeypatch.setattr("agentspec.cache.store.background.own_erasures._MAX_TOMBSTONES", 2)
     own = OwnErasures(MemoryStore(), lambda log: True)
     tombstones = [own.erase_session(NS, session).tombstone or "" for session in ("one", "two", "three")]
     assert [own.wrote(NS, "s", tombstone, 0.0) for tombstone in tombstones] == [False, True, True]

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from agentspec.cache.store import RedisStore, open_store
-from agentspec.cache.store.redis_client import RedisAddress, RedisClient
+from agentspec.cache.store.redis.client import RedisAddress, RedisClient
 from agentspec.errors import ConfigurationError, StoreError
 from agentspec.testing.redis_server import RedisServer
 

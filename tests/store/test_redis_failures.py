@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from agentspec.cache.store import NewEntry, RedisStore, Retention, Trimmed, open_store
-from agentspec.cache.store.redis_shard import RedisShard
+from agentspec.cache.store.redis.shard import RedisShard
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS, wait_until
@@ -45,7 +45,7 @@ def test_an_erasure_that_was_cut_off_is_ended_though_another_server_looked_in_be
     store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other server found nothing to remove yet, and took the log off its list just before the erasure began."""
-    monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 0.0)
+    monkeypatch.setattr("agentspec.cache.store.redis.index._AUDIT_SECONDS", 0.0)
     store.append(NS, [NewEntry("a", bytes(1000))] * 200)
     erase = RedisShard.erase
     with closing(open_store(server.url)) as other, monkeypatch.context() as cut_off:

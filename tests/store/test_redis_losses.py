@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import redis
 
-from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, open_store, redis_scripts
-from agentspec.cache.store.redis_losses import LossWatch
-from agentspec.cache.store.redis_shard import RedisShard
+from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, open_store
+from agentspec.cache.store.redis import scripts
+from agentspec.cache.store.redis.losses import LossWatch
+from agentspec.cache.store.redis.shard import RedisShard
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS
@@ -66,7 +67,7 @@ def test_records_that_a_server_lost_at_its_end_are_named(
 ) -> None:
     """After a failover to a lagging replica, the writer's key and the log end earlier."""
     if rested:
-        monkeypatch.setattr("agentspec.cache.store.redis_losses.WRITER_SECONDS", 0.0)
+        monkeypatch.setattr("agentspec.cache.store.redis.losses.WRITER_SECONDS", 0.0)
     tag = store._shards(NS)[0].tag
     store.append(NS, named("a", 1))
     copies = {key: raw(store).dump(key) or b"" for key in raw(store).scan_iter("{*")}
@@ -83,7 +84,7 @@ def test_records_that_a_server_lost_at_its_end_are_named(
     raw(store).delete(f"{tag}w:{store._writer}")  # it expired while this writer was idle
     store.append(NS, named("a", 6))
     assert store.losses() == Losses(lost=3)
-    monkeypatch.setattr("agentspec.cache.store.redis_losses._TELL_SECONDS", 0.0)
+    monkeypatch.setattr("agentspec.cache.store.redis.losses._TELL_SECONDS", 0.0)
     raw(store).flushall()
     store.append(NS, named("a", 7))
     assert store.losses() == Losses(lost=6)
@@ -115,7 +116,7 @@ def test_a_log_that_loses_records_again_and_again_is_told_of_once_a_minute(
     assert store.losses() == Losses(lost=10)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "lost 1 records" in line and "w:1" in line
-    monkeypatch.setattr("agentspec.cache.store.redis_losses._TELL_SECONDS", 0.0)
+    monkeypatch.setattr("agentspec.cache.store.redis.losses._TELL_SECONDS", 0.0)
     store.append(NS, named("a", 12))
     line = caplog.records[-1].getMessage()
     assert "lost 10 records" in line and "w:11" in line and "maxmemory-policy to noeviction" in line
@@ -135,7 +136,7 @@ def test_an_evicted_log_is_counted_whole(store: RedisStore) -> None:
 def test_records_that_retention_had_removed_are_not_lost(
     store: RedisStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_losses._REMEMBERED", 8)
+    monkeypatch.setattr("agentspec.cache.store.redis.losses._REMEMBERED", 8)
     store._watch = LossWatch()
     for number in range(1, 21):
         store.append(NS, named("a", number))
@@ -177,7 +178,7 @@ def test_records_of_an_erased_session_are_not_lost(store: RedisStore) -> None:
 def test_more_than_is_remembered_is_lost_by_what_the_log_held(
     store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_losses._REMEMBERED", 8)
+    monkeypatch.setattr("agentspec.cache.store.redis.losses._REMEMBERED", 8)
     store._watch = LossWatch()
     with closing(open_store(server.url)) as other:
         for number in range(1, 31):
@@ -196,7 +197,7 @@ def test_more_than_is_remembered_is_lost_by_what_the_log_held(
 def test_what_was_lost_once_is_not_counted_with_the_next_loss(
     store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_losses._REMEMBERED", 2)
+    monkeypatch.setattr("agentspec.cache.store.redis.losses._REMEMBERED", 2)
     store._watch = LossWatch()
     for number in range(1, 6):
         store.append(NS, named("a", number))
@@ -252,7 +253,7 @@ def test_what_goes_while_it_is_read_is_not_missing(
     run = store._client.run
 
     def between(script: str, *args: Any) -> Any:
-        if script == (redis_scripts.BOUNDS if "session" in what else redis_scripts.GATHER):
+        if script == (scripts.BOUNDS if "session" in what else scripts.GATHER):
             monkeypatch.setattr(store._client, "run", run)
             if change == "erase":
                 store.erase_session(NS, "a", mark=False)
@@ -269,15 +270,15 @@ def test_what_goes_while_it_is_read_is_not_missing(
 def test_what_is_remembered_of_acknowledged_records_is_bounded(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_losses._REMEMBERED", 8)
-    monkeypatch.setattr("agentspec.cache.store.redis_store._KNOWN", 8)
+    monkeypatch.setattr("agentspec.cache.store.redis.losses._REMEMBERED", 8)
+    monkeypatch.setattr("agentspec.cache.store.redis.store._KNOWN", 8)
     store._watch = watch = LossWatch()
     for number in range(80):
         store.append(f"{NS}.{number}", named("a", number))
     assert len(watch._acknowledged) == len(watch._batches) == 8
     assert f"{{agentspec:{NS}.79}}:3:" in watch._acknowledged, "the oldest are forgotten first"
     assert len(store._checked) <= 8 and len(store._entered) <= 8
-    monkeypatch.setattr("agentspec.cache.store.redis_store._UNSURE", 8)
+    monkeypatch.setattr("agentspec.cache.store.redis.store._UNSURE", 8)
     for number in range(80):
         raw(store).set(f"{{agentspec:other.{number}}}:3:log", "of something else")
         with pytest.raises(StoreError):
@@ -306,7 +307,7 @@ def test_what_two_threads_miss_at_once_is_counted_whole(monkeypatch: pytest.Monk
             other.join(0.1)  # the other thread comes in between, or waits
         return dataclasses.replace(losses, **changes)
 
-    monkeypatch.setattr("agentspec.cache.store.redis_losses.replace", slow)
+    monkeypatch.setattr("agentspec.cache.store.redis.losses.replace", slow)
     watch.miss(1)
     other.join()
     assert watch.losses == Losses(missing=3)

@@ -5,8 +5,9 @@ from contextlib import closing, suppress
 
 import pytest
 
-from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, open_store, redis_scripts
-from agentspec.cache.store.redis_client import refused_commands
+from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, open_store
+from agentspec.cache.store.redis import scripts
+from agentspec.cache.store.redis.client import refused_commands
 from agentspec.errors import StoreUnavailableError
 from agentspec.testing.redis_server import RedisClusterServers, RedisServer
 from tests.store.test_redis_forms import NS, PASSWORD, RIGHTS
@@ -137,7 +138,7 @@ def test_a_server_before_redis_6_2_is_written_to(
     server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes the option NOMKSTREAM for an id, as any server does an unknown word."""
-    monkeypatch.setattr(redis_scripts, "APPEND", redis_scripts.APPEND.replace("NOMKSTREAM", "UNKNOWN"))
+    monkeypatch.setattr(scripts, "APPEND", scripts.APPEND.replace("NOMKSTREAM", "UNKNOWN"))
     store.append(NS, BATCH)
     assert [entry.payload for entry in store.read(NS)] == [b"1", b"2", b"3"]
     may(server, "-xadd")

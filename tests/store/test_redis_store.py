@@ -18,8 +18,8 @@ from agentspec.cache.store import (
     check_layout,
     open_store,
 )
-from agentspec.cache.store.redis_layout import Layout
-from agentspec.cache.store.redis_shard import ENTRY_BYTES
+from agentspec.cache.store.redis.layout import Layout
+from agentspec.cache.store.redis.shard import ENTRY_BYTES
 from agentspec.errors import StoreError, StoreVersionError
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import free_port
@@ -309,7 +309,7 @@ def test_what_the_server_loses_beside_a_log_is_put_back(
     store: RedisStore, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when someone removes a key. Otherwise the log's sessions would be in no list, and no erasure would find it."""
-    monkeypatch.setattr("agentspec.cache.store.redis_store._ENTERED_SECONDS", 0.2)
+    monkeypatch.setattr("agentspec.cache.store.redis.store._ENTERED_SECONDS", 0.2)
     store.keep_secret(store.secret())
     store.swap_secret_id("id of the secret")
     store.append(NS, [NewEntry("s", b"1")])

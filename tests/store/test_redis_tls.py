@@ -151,7 +151,7 @@ def test_a_server_that_is_away_is_no_fault_of_the_certificates(secured: tuple[in
 def test_a_server_without_tls_is_told_from_one_with(
     secured: tuple[int, Path], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 1.0)  # it never answers
+    monkeypatch.setattr("agentspec.cache.store.redis.client.SOCKET_TIMEOUT", 1.0)  # it never answers
     with RedisServer({}) as plain, pytest.raises(StoreUnavailableError, match="has no TLS, write redis in place of"):
         open_store(form.format("rediss", f"127.0.0.1:{plain.port}")).ping()
     with pytest.raises(StoreUnavailableError, match="wants TLS, write rediss in place of redis"):

@@ -10,9 +10,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, Trimmed, Usage, open_store, redis_index
-from agentspec.cache.store.redis_index import LogIndex
-from agentspec.cache.store.redis_shard import RedisShard, ShardState
+from agentspec.cache.store import Losses, NewEntry, RedisStore, Retention, Trimmed, Usage, open_store
+from agentspec.cache.store.redis import index as redis_index
+from agentspec.cache.store.redis.index import LogIndex
+from agentspec.cache.store.redis.shard import RedisShard, ShardState
 from agentspec.errors import StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS, wait_until
@@ -253,8 +254,8 @@ def test_a_log_that_stays_empty_leaves_nothing(store: RedisStore, monkeypatch: p
         pass
     store.append("kept", [NewEntry("s", b"x")])
     assert len(store.namespaces()) == 31
-    monkeypatch.setattr("agentspec.cache.store.redis_shard.IDLE_SECONDS", -1)  # as if a day later
-    monkeypatch.setattr("agentspec.cache.store.redis_losses.IDLE_SECONDS", -1)
+    monkeypatch.setattr("agentspec.cache.store.redis.shard.IDLE_SECONDS", -1)  # as if a day later
+    monkeypatch.setattr("agentspec.cache.store.redis.losses.IDLE_SECONDS", -1)
     store.trim(Retention())
     assert store.namespaces() == ["kept"]
     assert not [key for key in keys(store) if NS in key and ":w:" not in key]
@@ -267,7 +268,7 @@ def test_a_log_that_stays_empty_leaves_nothing(store: RedisStore, monkeypatch: p
 def test_erasing_from_a_long_group_holds_up_the_server_only_for_a_moment_at_a_time(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_shard._WALKED", 200)
+    monkeypatch.setattr("agentspec.cache.store.redis.shard._WALKED", 200)
     for session in ("first", "middle", "last"):
         store.append(NS, [NewEntry(session, b"x", "g")] * 100)
     pages, sweep = list[int](), RedisShard.sweep
@@ -337,7 +338,7 @@ def test_a_log_to_which_another_process_appends_while_it_is_taken_off_the_list_s
     store.append(NS, [NewEntry("s", b"x")])
     while store.trim(Retention(records=0)).more:
         pass
-    monkeypatch.setattr("agentspec.cache.store.redis_shard.IDLE_SECONDS", -1)  # as if a day later
+    monkeypatch.setattr("agentspec.cache.store.redis.shard.IDLE_SECONDS", -1)  # as if a day later
     remove = LogIndex.remove
     with closing(open_store(server.url)) as other:
 

@@ -10,11 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from agentspec.cache.store import NewEntry, RedisStore, open_store, redis_waiting
-from agentspec.cache.store.redis_client import RedisClient
-from agentspec.cache.store.redis_layout import Layout
-from agentspec.cache.store.redis_shard import Id
-from agentspec.cache.store.redis_waiting import Notices
+from agentspec.cache.store import NewEntry, RedisStore, open_store
+from agentspec.cache.store.redis import waiting as redis_waiting
+from agentspec.cache.store.redis.client import RedisClient
+from agentspec.cache.store.redis.layout import Layout
+from agentspec.cache.store.redis.shard import Id
+from agentspec.cache.store.redis.waiting import Notices
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS, wait_until

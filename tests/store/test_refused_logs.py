@@ -20,7 +20,7 @@ from agentspec.cache.store import (
     decode,
     open_store,
 )
-from agentspec.cache.store.aside import REFUSED_LOGS
+from agentspec.cache.store.background.aside import REFUSED_LOGS
 from agentspec.cache.store.base import History
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
@@ -122,7 +122,7 @@ class TestWriting:
     def test_it_is_tried_rarely_and_written_in_order_when_it_is_repaired(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("agentspec.cache.store.aside._PAUSE", 0.1)
+        monkeypatch.setattr("agentspec.cache.store.background.aside._PAUSE", 0.1)
         store = RefusingStore()
         store.refused = {BAD}
         writer = BackgroundWriter(store, batch_entries=8)
@@ -143,7 +143,7 @@ class TestWriting:
         assert sum(f"log {BAD} is back" in line for line in caplog.messages) == 1
 
     def test_a_session_that_is_refused_holds_up_no_other_of_its_log(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("agentspec.cache.store.aside._PAUSE", 0.01)
+        monkeypatch.setattr("agentspec.cache.store.background.aside._PAUSE", 0.01)
         store = RefusingStore()
         store.refused_session = "bad"
         writer = BackgroundWriter(store, batch_entries=8)
@@ -248,7 +248,7 @@ class TestFollowing:
 
     def refuse_one_log(self, process: Process, monkeypatch: pytest.MonkeyPatch) -> RefusingStore:
         """Let a process follow two logs, and find one of them refused. Return its store."""
-        monkeypatch.setattr("agentspec.cache.store.followed._PAUSE_SECONDS", 0.1)
+        monkeypatch.setattr("agentspec.cache.store.background.followed._PAUSE_SECONDS", 0.1)
         store = process.store
         assert isinstance(store, RefusingStore)
         process.begin(BAD, "bad")

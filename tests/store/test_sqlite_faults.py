@@ -21,7 +21,7 @@ from agentspec.cache.store import (
     decode,
     encode,
 )
-from agentspec.cache.store.sqlite_file import PAGE_SIZE, store_errors
+from agentspec.cache.store.sqlite.file import PAGE_SIZE, store_errors
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, damage_payload, entry_of, number_of, turn, wait_until
 
@@ -125,7 +125,7 @@ def test_a_log_that_another_process_made_anew_is_left_alone(tmp_path: Path) -> N
 def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.sqlite_file.BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("agentspec.cache.store.sqlite.file.BUSY_SECONDS", 0.05)
     path = tmp_path / "store.db"
     with closing(SQLiteStore(path)) as store, closing(sqlite3.connect(path, isolation_level=None)) as other:
         store.append(NS, [entry_of(turn("s", 0))])
@@ -155,8 +155,8 @@ def test_a_caller_waits_for_no_more_than_one_other_writer_of_a_locked_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them waits for the lock, one after the other. An erasure once waited for all that had come before."""
-    for name in ("sqlite_file", "sqlite"):
-        monkeypatch.setattr(f"agentspec.cache.store.{name}.BUSY_SECONDS", 0.3)
+    for name in ("file", "store"):
+        monkeypatch.setattr(f"agentspec.cache.store.sqlite.{name}.BUSY_SECONDS", 0.3)
     path = tmp_path / "store.db"
     with closing(SQLiteStore(path)) as store, closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")

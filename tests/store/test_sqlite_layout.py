@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from agentspec.cache.store import SQLiteStore
-from agentspec.cache.store.sqlite_file import FRONT, OVERFLOW, PAGE_SIZE, connect, empty_log, enter_wal, padded, pragma
+from agentspec.cache.store.sqlite.file import FRONT, OVERFLOW, PAGE_SIZE, connect, empty_log, enter_wal, padded, pragma
 from agentspec.errors import StoreError
 
 

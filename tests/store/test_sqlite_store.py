@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from agentspec.cache.store import Erasure, MemoryStore, NewEntry, Retention, SQLiteStore
-from agentspec.cache.store.sqlite_file import APPLICATION_ID, SCHEMA_VERSION
+from agentspec.cache.store.sqlite.file import APPLICATION_ID, SCHEMA_VERSION
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 from tests.store.helpers import NS
 
@@ -270,7 +270,7 @@ def test_an_append_gets_its_turn_beside_a_process_that_writes_nearly_all_the_tim
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite's own waits grow to 100 ms and miss the gaps of 4 ms."""
-    monkeypatch.setattr("agentspec.cache.store.sqlite_file.BUSY_SECONDS", 1.5)
+    monkeypatch.setattr("agentspec.cache.store.sqlite.file.BUSY_SECONDS", 1.5)
     path, ended = tmp_path / "store.db", threading.Event()
     store = SQLiteStore(path)
 
@@ -303,7 +303,7 @@ def test_what_age_took_is_known_though_the_clock_was_set_back(monkeypatch: pytes
     """Entries written later are older then, and are removed first."""
     store, cursors = MemoryStore(), list[str]()
     for seconds in (200.0, 100.0):
-        monkeypatch.setattr("agentspec.cache.store.sqlite.time", Mock(time=lambda at=seconds: at))
+        monkeypatch.setattr("agentspec.cache.store.sqlite.store.time", Mock(time=lambda at=seconds: at))
         cursors += store.append(NS, [NewEntry("s", b"x")])
     assert store.trim(Retention(days=1)).records == 2
     assert [store.history(NS, cursor) for cursor in cursors] == ["trimmed", "whole"]

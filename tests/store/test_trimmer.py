@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 
 from agentspec.cache.store import BackgroundWriter, CircuitBreaker, Retention, Trimmed
-from agentspec.cache.store.trimmer import Trimmer
+from agentspec.cache.store.background.trimmer import Trimmer
 from agentspec.errors import StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, entry_of, turn, wait_until
 
@@ -37,7 +37,7 @@ def test_the_store_is_trimmed_also_while_it_takes_no_records(
     store: FlakyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retention is a promise, and may make the room that a full store needs."""
-    monkeypatch.setattr("agentspec.cache.store.trimmer._SECONDS", 0.05)
+    monkeypatch.setattr("agentspec.cache.store.background.trimmer._SECONDS", 0.05)
     breaker = CircuitBreaker(threshold=1, first_pause=3600.0)
     writer = BackgroundWriter(store, retention=Retention(records=10), breaker=breaker)
     store.error = StoreUnavailableError("full")
@@ -68,7 +68,7 @@ def test_trimming_that_fails_costs_no_record_and_is_said_once(
         raise StoreUnavailableError("locked")
 
     monkeypatch.setattr(store, "trim", broken)
-    monkeypatch.setattr("agentspec.cache.store.trimmer._SECONDS", 0.01)
+    monkeypatch.setattr("agentspec.cache.store.background.trimmer._SECONDS", 0.01)
     writer = BackgroundWriter(store, retention=Retention(days=1))
     wait_until(lambda: writer.stats().trim_failed > 3)
     writer.put(NS, turn("s", 1))
@@ -82,7 +82,7 @@ def test_trimming_that_fails_again_after_it_worked_is_said_again(
     store: FlakyStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weeks may lie between the two, and the second fault may be another one, which lets the store grow."""
-    monkeypatch.setattr("agentspec.cache.store.trimmer._SECONDS", 0.0)
+    monkeypatch.setattr("agentspec.cache.store.background.trimmer._SECONDS", 0.0)
     trimmer = Trimmer(store, Retention(days=1))
     for error in ("away", "away", None, "forbidden", "forbidden"):
         trim = Mock(side_effect=StoreUnavailableError(error) if error else None, return_value=Trimmed(0, False))

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from agentspec.cache.store.aside import QueuedRecord
-from agentspec.cache.store.waiting_records import WaitingRecords
+from agentspec.cache.store.background.aside import QueuedRecord
+from agentspec.cache.store.background.waiting_records import WaitingRecords
 from tests.store.helpers import NS, number_of, turn
 
 SIZE = turn("s", 0).size
@@ -69,7 +69,7 @@ def test_a_batch_ends_with_the_record_that_fills_it(monkeypatch: pytest.MonkeyPa
     for number in range(5):
         waiting.put(NS, turn("s", number))
     size = turn("s", 0).size
-    monkeypatch.setattr("agentspec.cache.store.waiting_records._BATCH_BYTES", 2 * size)
+    monkeypatch.setattr("agentspec.cache.store.background.waiting_records._BATCH_BYTES", 2 * size)
     batch = waiting.take_batch()
     assert [number_of(item.record) for item in batch] == [0, 1] and waiting.queued == 3
 

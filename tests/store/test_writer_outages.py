@@ -55,7 +55,7 @@ def test_a_store_that_is_lost_and_back_all_the_time_is_logged_once_a_minute(
     for number in range(5):
         outage(number)
     assert ["is lost" in line for line in caplog.messages] == [True, False]
-    monkeypatch.setattr("agentspec.cache.store.writer._TELL_SECONDS", 0.0)
+    monkeypatch.setattr("agentspec.cache.store.background.writer._TELL_SECONDS", 0.0)
     writer._tell_at = 0.0
     outage(5)
     writer.close()
@@ -65,7 +65,7 @@ def test_a_store_that_is_lost_and_back_all_the_time_is_logged_once_a_minute(
 def test_an_append_that_waits_long_for_a_lock_and_fails_is_an_outage_at_once(
     store: FlakyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.writer._SLOW_SECONDS", 0.02)
+    monkeypatch.setattr("agentspec.cache.store.background.writer._SLOW_SECONDS", 0.02)
     writer = BackgroundWriter(store)
     store.error = StoreUnavailableError("locked")
     store.gate.clear()

@@ -9,6 +9,14 @@
 
 from typing import TYPE_CHECKING
 
+from agentspec.cache.store.background.breaker import CircuitBreaker
+from agentspec.cache.store.background.followed import FollowerStats
+from agentspec.cache.store.background.follower import Follower
+from agentspec.cache.store.background.jobs import StoreJobs
+from agentspec.cache.store.background.loader import BackgroundLoader, LoaderStats
+from agentspec.cache.store.background.ready import Loaded, ReadyRecords, Wanted
+from agentspec.cache.store.background.waiting_records import WriterStats
+from agentspec.cache.store.background.writer import BackgroundWriter
 from agentspec.cache.store.base import (
     NEW_SESSION,
     QUEUE_BYTES,
@@ -23,17 +31,11 @@ from agentspec.cache.store.base import (
     Usage,
     trim_sessions,
 )
-from agentspec.cache.store.breaker import CircuitBreaker
 from agentspec.cache.store.codec import decode, encode
-from agentspec.cache.store.followed import FollowerStats
-from agentspec.cache.store.follower import Follower
-from agentspec.cache.store.jobs import StoreJobs
-from agentspec.cache.store.loader import BackgroundLoader, LoaderStats
 from agentspec.cache.store.naming import LogNames, frame, mac, model_key
-from agentspec.cache.store.ready import Loaded, ReadyRecords, Wanted
 from agentspec.cache.store.record_reader import RecordReader
 from agentspec.cache.store.records import CutRecord, EraseRecord, MessageRecord, Record, TurnRecord
-from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
+from agentspec.cache.store.sqlite.store import MemoryStore, SQLiteStore
 from agentspec.cache.store.urls import (
     can_write,
     check_layout,
@@ -43,11 +45,9 @@ from agentspec.cache.store.urls import (
     snapshot_path,
     sqlite_path,
 )
-from agentspec.cache.store.waiting_records import WriterStats
-from agentspec.cache.store.writer import BackgroundWriter
 
 if TYPE_CHECKING:
-    from agentspec.cache.store.redis_store import RedisStore
+    from agentspec.cache.store.redis.store import RedisStore
 
 __all__ = [
     "NEW_SESSION",
@@ -101,6 +101,6 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name != "RedisStore":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from agentspec.cache.store.redis_store import RedisStore  # imports redis, which takes long, only where it is used
+    from agentspec.cache.store.redis.store import RedisStore  # imports redis, which takes long, only where it is used
 
     return RedisStore

@@ -32,9 +32,9 @@ from agentspec.cache.store.base import NewEntry, Store, check_namespace
 from agentspec.cache.store.codec import decode, encode
 from agentspec.cache.store.naming import SCHEMA, LogNames, frame, mac
 from agentspec.cache.store.records import MessageRecord, TurnRecord
-from agentspec.cache.store.redis_store import RedisStore
-from agentspec.cache.store.sqlite import SQLiteStore
-from agentspec.cache.store.sqlite_file import APPLICATION_ID, BESIDE, empty_log
+from agentspec.cache.store.redis.store import RedisStore
+from agentspec.cache.store.sqlite.file import APPLICATION_ID, BESIDE, empty_log
+from agentspec.cache.store.sqlite.store import SQLiteStore
 from agentspec.cache.store.urls import is_sqlite, open_redis, open_store, redact, sqlite_path
 from agentspec.cache.types import SCOPES, UInt64Array
 from agentspec.errors import (

@@ -13,12 +13,12 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from agentspec.addresses import without_secrets
 from agentspec.cache.store.base import Store
-from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
+from agentspec.cache.store.sqlite.store import MemoryStore, SQLiteStore
 from agentspec.errors import StoreUnavailableError, StoreURLError
 
 if TYPE_CHECKING:
-    from agentspec.cache.store.redis_client import RedisAddress, RedisForm
-    from agentspec.cache.store.redis_store import RedisStore
+    from agentspec.cache.store.redis.client import RedisAddress, RedisForm
+    from agentspec.cache.store.redis.store import RedisStore
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def check_layout(store: Store) -> None:
     """
     if isinstance(store, SQLiteStore | MemoryStore):
         return
-    from agentspec.cache.store.redis_store import RedisStore  # importing redis takes as long as all of the client
+    from agentspec.cache.store.redis.store import RedisStore  # importing redis takes as long as all of the client
 
     if isinstance(store, RedisStore):
         with suppress(StoreUnavailableError):
@@ -188,7 +188,7 @@ def open_redis(url: str, *, converting: bool = False) -> RedisStore:
     User and password are those of the URL, else AGENTSPEC_REDIS_USERNAME and AGENTSPEC_REDIS_PASSWORD. Sentinels get
     AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD.
     """
-    from agentspec.cache.store.redis_store import RedisStore  # importing redis takes as long as all of the client
+    from agentspec.cache.store.redis.store import RedisStore  # importing redis takes as long as all of the client
 
     address, prefix, shards = _redis_place(url)
     return RedisStore(address, prefix=prefix, shards=shards, converting=converting)
@@ -196,7 +196,7 @@ def open_redis(url: str, *, converting: bool = False) -> RedisStore:
 
 def _redis_place(url: str) -> tuple[RedisAddress, str, int]:
     """Return a Redis store's address, its prefix and its number of shards. Raises StoreURLError."""
-    from agentspec.cache.store.redis_client import RedisAddress
+    from agentspec.cache.store.redis.client import RedisAddress
 
     scheme = _scheme_of(url)
     if scheme not in _REDIS:

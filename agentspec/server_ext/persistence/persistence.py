@@ -30,7 +30,7 @@ from agentspec.cache.store import (
     TurnRecord,
     Wanted,
 )
-from agentspec.cache.store.follower import MAX_LOGS
+from agentspec.cache.store.background.follower import MAX_LOGS
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import StoreUnavailableError

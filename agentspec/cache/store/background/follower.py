@@ -1,0 +1,412 @@
+"""Follow the logs that other processes append to, so that each process drafts from what the others said.
+
+An erasure is a tombstone in the log:
+
+- The follower applies a tombstone of another process at once, even if records before it have to wait (`_look_ahead`).
+  It remembers the tombstone (`FollowedLog.applied`), because it reads it again after those records.
+- A turn of this process that was on its way to the store then lies behind the tombstone. When the follower reads the
+  turn (`_skip`), it has the session erased again (`FollowedLog.late`).
+- The follower does not apply this process's own tombstones (`own_erasures.py`).
+- A Redis that was restarted, or failed over, may go back to a state before an erasure. So after each failure, and once
+  a minute, the follower looks for the erasures that it remembers, and has lost ones repeated (`_find_undone`).
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from agentspec.cache.store.background.breaker import CircuitBreaker
+from agentspec.cache.store.background.courtesy import Courtesy
+from agentspec.cache.store.background.followed import FollowedLog, FollowedLogs, FollowerStats
+from agentspec.cache.store.background.own_erasures import OwnErasures
+from agentspec.cache.store.base import Store, check_namespace, entry_name
+from agentspec.cache.store.record_reader import RecordReader
+from agentspec.cache.store.records import EraseRecord, TurnRecord
+from agentspec.errors import StoreError, StoreUnavailableError
+
+logger = logging.getLogger(__name__)
+
+LIFE_SECONDS = 1.0
+"""Seconds without a sign of life after which the follower may have missed an erasure, as in a frozen process."""
+MAX_LOGS = 256
+"""Most logs that a process follows: those used last."""
+
+_WAIT_SECONDS = 0.25  # longest wait for new entries
+_READ_SECONDS = 0.25  # longest time to read one log before looking at the others, and for tombstones further on
+_SLICE = 64  # most entries that are read between two looks at the time
+_SLICE_BYTES = 1 << 20  # about the most bytes that are read between two looks at the time
+_LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
+_RETRY_SECONDS = 0.05  # pause until a tenant with running requests, or a log that is not read yet, is looked at again
+_LOOK_SECONDS = 60.0  # longest time between two looks for erasures that the store has lost
+_PART_SECONDS = 5.0  # pause before the next one if a part of the store was away
+_UNDONE_SECONDS = 0.05  # longest time in which another log is looked at, before all are followed again
+_MAX_ERASED = 1024  # most erased sessions of a log that are remembered once all of it was read
+
+
+class Follower:
+    """Read what other processes append to the logs in use, in a thread.
+
+    writer: this process's name in the store; the follower skips its records unless they were imported.
+    take(log, record): hands on a record of another process, to be drafted from. learn(record): learns from the record
+    before that, if there is time. erase(tenant, session): removes an erased session from this process at once, and
+    returns the number of the process's newest turn. erase_again(tenant, session): erases the session here and in the
+    store again, because a turn of this process arrived there behind its tombstone; if it raises, it is called again.
+    forget(tenant): makes the cache forget a tenant whose log is not followed any more, and returns whether it could. At
+    most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the follower before the store.
+
+    own: erases sessions from the store for this process. outdated: tenants to forget as soon as none of their requests
+    runs.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        writer: str,
+        *,
+        take: Callable[[str, TurnRecord], None],
+        erase: Callable[[str | None, str], int],
+        erase_again: Callable[[str | None, str], None],
+        learn: Callable[[TurnRecord], None] = lambda record: None,
+        forget: Callable[[str | None], bool],
+        max_logs: int = MAX_LOGS,
+        breaker: CircuitBreaker | None = None,
+    ) -> None:
+        self._store = store
+        self._writer = writer
+        self._take = take
+        self._erase, self._erase_again, self._forget = erase, erase_again, forget
+        self._learn = learn
+        self._breaker = breaker or CircuitBreaker(max_pause=5.0)
+        self._reader = RecordReader()
+        self._logs = FollowedLogs(max_logs)
+        self.own = OwnErasures(store, lambda log: log in self._logs)
+        self._refused: set[str] = set()  # logs that the store refuses to read
+        self._unerased: set[str] = set()  # logs with a tombstone that could not be applied here
+        self._unsure: set[str] = set()  # logs of which the store may have lost erasures
+        self._look_at = 0.0  # when all logs count as such, and when one in a part that is away is looked at
+        self._counts = FollowerStats()
+        self._alive = self._asked = time.monotonic()
+        self.outdated: frozenset[str | None] = frozenset()  # tenants to forget as soon as no request of theirs runs
+        self._closed = False
+        self._wake = threading.Condition(threading.Lock())  # never held during a call to the store
+        self._thread = threading.Thread(target=self._run, name="agentspec-store-follower", daemon=True)
+        self._thread.start()
+
+    def use(self, namespace: str, owner: str | None = None) -> bool:
+        """Note that a request uses a log. Returns whether the log is followed.
+
+        owner: the log's owner. If there are too many logs, the owner with the most loses one.
+        """
+        return self._logs.use(namespace, owner)
+
+    def begin(self, namespace: str, tenant: str | None, *, used_too: bool = False, after: str | None = None) -> None:
+        """Follow a log from its present end. Call it before the log is read, in a thread that may wait for the store.
+
+        The call also erases here the sessions that other processes erased and that have no entries since. used_too:
+        erase those with entries, too, because this process may hold text of them from before the erasure. after: cursor
+        up to which erasures were applied here already; None: none was. Raises StoreError.
+        """
+        followed = self.use(check_namespace(namespace))
+        if followed and not used_too:
+            return
+        begun = time.monotonic()
+        end = self._store.newest(namespace)
+        marks = self._store.tombstones(namespace, after=after)
+        erased = [session for session, cursor in marks.items() if not self._is_own(namespace, session, cursor)]
+        stay = {usage.session for usage in self._store.sessions(namespace)} if erased and not used_too else set[str]()
+        numbers = OrderedDict[str, int]()
+        for session in erased:
+            if session not in stay:
+                numbers[session] = self._erase(tenant, session)
+                with self._wake:
+                    self._counts.erased += 1
+        if followed:
+            return
+        known = OrderedDict([(entry_name(mark), session) for session, mark in marks.items()][-_MAX_ERASED:])
+        with self._wake:
+            if not self._logs:
+                self._alive = begun
+            self._logs.add(namespace, FollowedLog(tenant, end, end, known, numbers))
+            self._wake.notify()
+        self._leave_idlest()
+
+    def places(self) -> dict[str, str]:
+        """Return, for each followed log, the cursor up to which other processes' erasures were applied here."""
+        return {name: log.erased for name, log in self._logs.all().items()}
+
+    def is_current(self) -> bool:
+        """Return whether all erasures older than LIFE_SECONDS were applied here, as far as the store answers."""
+        return not self._logs or not (self._unerased or time.monotonic() - self._alive >= LIFE_SECONDS)
+
+    def settle(self, timeout: float) -> None:
+        """Wait until all logs are read up to their present ends and late turns are erased, or for ``timeout`` seconds.
+
+        Call it when this process writes no more, so that no turn of it stays behind its session's tombstone.
+        """
+        until = time.monotonic() + timeout
+        with suppress(StoreError):
+            logs = [(log, entry_name(self._store.newest(name))) for name, log in self._logs.all().items()]
+            while any(log.late or entry_name(log.cursor) < end for log, end in logs) and time.monotonic() < until:
+                time.sleep(_RETRY_SECONDS)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Stop following."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        self.own.close()
+        self._thread.join(timeout)
+
+    def stats(self) -> FollowerStats:
+        """Return the current counts."""
+        with self._wake:
+            return replace(
+                self._counts,
+                damaged=self._reader.damaged,
+                unknown=self._reader.unknown,
+                logs=len(self._logs),
+                refused=len(self._refused),
+                state=self._breaker.state,
+            )
+
+    def _run(self) -> None:
+        while not self._closed:
+            if not self._may_call():
+                continue
+            begun = time.monotonic()
+            try:
+                self._find_undone(begun)
+                whole = self._leave_gaps(all_logs=begun - self._asked >= LIFE_SECONDS)
+                if whole:
+                    self._follow()
+            except Exception as error:  # a store may raise anything, and the thread must survive it
+                self._fail(error)
+                if time.monotonic() - begun < LIFE_SECONDS:  # otherwise the process may have been frozen meanwhile
+                    self._alive = time.monotonic()
+                continue
+            if self._breaker.success():
+                logger.warning("agentspec: the logs of other processes can be followed again")
+            if whole:
+                self._alive = self._asked = begun
+            else:
+                time.sleep(_RETRY_SECONDS)
+
+    def _may_call(self) -> bool:
+        """Wait for a log, or for the breaker. Returns whether the store may be called now."""
+        begun = time.monotonic()
+        with self._wake:
+            if not self._logs:
+                self._wake.wait_for(lambda: self._logs or self._closed)
+                return False
+            pause = self._breaker.wait()
+            if pause > 0:
+                if self._breaker.state == "open" or begun - self._alive < LIFE_SECONDS:
+                    self._alive = begun  # the store was known to be away before any freeze
+                self._wake.wait_for(lambda: self._closed, min(pause, _WAIT_SECONDS))
+                return time.monotonic() - begun > LIFE_SECONDS  # if frozen meanwhile: the store may be back
+        return self._breaker.allow()
+
+    def _leave_gaps(self, *, all_logs: bool) -> bool:
+        """Forget the tenants of logs that retention cut beyond what was read here, because tombstones may be lost.
+
+        all_logs: look at all logs; False: only at those that could not be read for a while, or with an erasure that
+        failed here. Returns whether no gap is left. A tenant with running requests cannot be forgotten yet, and becomes
+        `outdated`.
+        """
+        outdated = set()
+        logs = self._to_follow()
+        for name in logs if all_logs else (self._refused | self._unerased) & logs.keys():
+            log = logs[name]
+            with self._alone(name, log):
+                history = self._store.history(name, log.erased)
+                if history == "whole":
+                    continue
+                end = self._store.newest(name)
+                if history == "lost":
+                    if end < log.erased:  # an emptied store whose clock is behind begins with lower cursors
+                        log.cursor = log.erased = ""
+                elif self._forget(log.tenant):
+                    log.cursor = log.erased = end
+                    self._unerased.discard(name)
+                else:
+                    outdated.add(log.tenant)
+        self.outdated = frozenset(outdated)
+        return not outdated
+
+    def _find_undone(self, now: float) -> None:
+        """Note the sessions whose erasure the store has lost, so that they are erased again.
+
+        Looks at one log, and at more while there is time: the logs are followed meanwhile.
+        """
+        logs = self._to_follow()
+        if now >= self._look_at:
+            self._unsure, self._look_at = set(logs), now + _LOOK_SECONDS
+        away = set[str]()  # parts of the store
+        for name in self._unsure & logs.keys():
+            log, undone, part = logs[name], list[str](), self._store.part(name)
+            try:
+                with self._alone(name, log):
+                    undone = [] if part in away else self.own.undone(name, log.applied)
+            except StoreUnavailableError:
+                if not part:
+                    raise
+                away.add(part)
+                self._look_at = now + _PART_SECONDS
+            self._unsure.discard(name)
+            if undone:
+                log.late.update(undone)
+                with self._wake:
+                    self._counts.undone += len(undone)
+                message = "agentspec: the store went back to an older state; %d erasures in log %s are repeated"
+                logger.warning(message, len(undone), name)
+            if time.monotonic() - now >= _UNDONE_SECONDS:
+                return
+
+    def _follow(self) -> None:
+        """Wait for new entries once, and deal with them."""
+        for name, log in self._to_follow().items():
+            if log.late:
+                with self._alone(name, log):
+                    for session in tuple(log.late):
+                        self._erase_again(log.tenant, session)
+                        log.late.remove(session)
+        logs = self._to_follow()
+        found = self._store.wait({name: log.cursor for name, log in logs.items()}, _WAIT_SECONDS)
+        behind = 0
+        for name in dict.fromkeys([*found, *(self._refused & logs.keys())]):
+            log = logs[name]
+            with self._alone(name, log):
+                if name in found and not self._read(name, log):
+                    self._look_ahead(name, log)
+                    behind += 1
+                self._refused.discard(name)
+                if log.breaker.success():
+                    logger.warning("agentspec: the log %s can be followed again", name)
+        with self._wake:
+            self._counts.behind = behind
+
+    def _to_follow(self) -> dict[str, FollowedLog]:
+        """Return the logs that may be read now: all but those that the store has refused to read lately."""
+        logs = self._logs.all()
+        self._refused &= logs.keys()
+        for name in self._refused:
+            if logs[name].breaker.wait() > 0.0:
+                del logs[name]
+        return logs
+
+    @contextmanager
+    def _alone(self, name: str, log: FollowedLog) -> Iterator[None]:
+        """Leave a log alone for a while if the store refuses it, so that the others are followed meanwhile."""
+        try:
+            yield
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:
+            with self._wake:
+                self._counts.failed += 1
+            self._refused.add(name)
+            if log.breaker.failure():
+                logger.warning("agentspec: the log %s cannot be followed, the others are: %s", name, error)
+
+    def _read(self, namespace: str, log: FollowedLog) -> bool:
+        """Deliver a log's new records while there is time. Returns whether all of them were delivered."""
+        courtesy, batch, seen, size, at = Courtesy(), list[TurnRecord](), 0, 0, log.cursor
+        until = time.monotonic() + _READ_SECONDS
+        self.own.note_read_begun(namespace)
+        for entry, record in self._reader.read(self._store.read(namespace, after=log.cursor)):
+            if isinstance(record, EraseRecord):
+                self._deliver(namespace, batch, courtesy)
+                batch = []
+                self._apply(namespace, log, record.session, entry.sequence)
+            elif isinstance(record, TurnRecord) and record.writer == self._writer and not record.imported:
+                self._skip(log, record)
+            elif isinstance(record, TurnRecord):
+                batch.append(record)
+            seen, at = seen + 1, entry.sequence
+            size += len(entry.payload) if record is None else record.size
+            if seen >= _SLICE or size >= _SLICE_BYTES:
+                self._deliver(namespace, batch, courtesy)
+                batch, seen, size, log.cursor = [], 0, 0, at
+                if self._closed or time.monotonic() >= until:
+                    return False
+            courtesy.pause()
+        self._deliver(namespace, batch, courtesy)
+        log.cursor = at
+        log.erased = max(log.erased, at)
+        for remembered in (log.applied, log.numbers):  # only now: up to the log's end any tombstone may come again
+            while len(remembered) > _MAX_ERASED:
+                remembered.popitem(last=False)
+        return True
+
+    def _look_ahead(self, namespace: str, log: FollowedLog) -> None:
+        """Apply the tombstones of a log whose records have to wait."""
+        end = self._store.newest(namespace)
+        for session, cursor in self._store.tombstones(namespace, after=log.erased).items():
+            self._apply(namespace, log, session, cursor)
+        log.erased = max(log.erased, end)
+
+    def _apply(self, namespace: str, log: FollowedLog, session: str, cursor: str) -> None:
+        """Apply a tombstone unless it was applied before."""
+        tombstone = entry_name(cursor)
+        if tombstone in log.applied:
+            return
+        if self._is_own(namespace, session, cursor):
+            self.own.note_tombstone_read(namespace, session)
+        else:
+            try:
+                log.numbers[session] = self._erase(log.tenant, session)
+            except Exception:
+                self._unerased.add(namespace)
+                raise
+            self._unerased.discard(namespace)
+            log.numbers.move_to_end(session)
+            with self._wake:
+                self._counts.erased += 1
+        log.applied[tombstone] = session  # only now, so that an erasure that fails is tried again
+
+    def _is_own(self, namespace: str, session: str, cursor: str) -> bool:
+        """Return whether a tombstone is this process's. Waits LIFE_SECONDS / 2 at most, so that drafting goes on."""
+        return self.own.wrote(namespace, session, cursor, LIFE_SECONDS / 2)
+
+    def _skip(self, log: FollowedLog, record: TurnRecord) -> None:
+        """Skip a record of this process. If it is older than its session's erasure, have the session erased again."""
+        with self._wake:
+            self._counts.skipped += 1
+        if record.number <= log.numbers.get(record.session, 0):
+            log.late.add(record.session)
+
+    def _deliver(self, namespace: str, records: Sequence[TurnRecord], courtesy: Courtesy) -> None:
+        if not records:
+            return
+        learned, until = 0, time.monotonic() + _LEARN_SECONDS
+        for record in records:
+            if time.monotonic() < until:
+                self._learn(record)
+                learned += 1
+            self._take(namespace, record)
+            courtesy.pause()
+        with self._wake:
+            self._counts.delivered += len(records)
+            self._counts.learned += learned
+            self._counts.delay_ms = max(0.0, 1e3 * (time.time() - records[-1].created))
+
+    def _leave_idlest(self) -> None:
+        """Stop following logs if there are too many and the cache can forget their tenants.
+
+        A log in which a session must still be erased again stays.
+        """
+        for name, log in self._logs.beyond_most():
+            if not log.late and self._forget(log.tenant):
+                self._logs.remove(name)
+                self._unerased.discard(name)
+
+    def _fail(self, error: Exception) -> None:
+        self._look_at = 0.0  # the store may come back in an older state
+        with self._wake:
+            self._counts.failed += 1
+        if self._breaker.failure():
+            logger.warning("agentspec: the logs of other processes cannot be followed: %s", error)

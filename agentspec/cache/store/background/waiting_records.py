@@ -1,0 +1,213 @@
+"""Hold the records that wait to be written to a store, within limits, and count what becomes of each.
+
+A record goes this way, from ``put`` to one of the last four:
+
+    queued ──> in flight ──> persisted     the store has acknowledged it
+      │  ^       │    ^ │
+      │  └───────┘    │ └──> refused       the store takes its log, but never this record
+      │ store away    v
+      │           set aside                its log, or the part of the store that has it, is away or refused
+      │               │
+      └───────────────┴────> dropped       the oldest if too many wait, and all that are left at the end
+
+A waiting record goes to ``erased`` if its session is erased. A record in flight does so only if its append fails. If
+the append succeeds, the record lies in front of the tombstone.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from agentspec.cache.store.background.aside import QueuedRecord, SetAside
+from agentspec.cache.store.background.breaker import CircuitBreaker, State
+from agentspec.cache.store.records import Record
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 1 << 20  # small enough that a batch is sent well within a socket timeout
+
+
+@dataclass(slots=True)
+class WriterStats:
+    """Count records since the start. Each counts in exactly one of persisted, dropped, refused, erased and queued.
+
+    persisted: records that the store has acknowledged. dropped: records discarded because the queue was full, or at
+    close. refused: records that could not be encoded or that the store will never accept. erased: records discarded
+    because their session was erased. failed: appends that failed; their records stay queued. queued_bytes: memory of
+    the queued records. refused_logs: logs whose records the store refuses. trimmed: entries that retention removed from
+    the store. trim_failed: failed attempts to remove some. state: the breaker's state.
+    """
+
+    persisted: int = 0
+    dropped: int = 0
+    refused: int = 0
+    erased: int = 0
+    failed: int = 0
+    queued: int = 0
+    queued_bytes: int = 0
+    refused_logs: int = 0
+    trimmed: int = 0
+    trim_failed: int = 0
+    state: State = "closed"
+
+
+class WaitingRecords:
+    """Hold records in the order of ``put``: at most ``max_entries`` of at most ``max_bytes``. Not thread-safe.
+
+    Beyond these limits the oldest are dropped. in_flight: records of the present batch. aside: records that wait for a
+    log or a part of the store. counts: outcomes of the records that no longer wait. bytes: memory of the waiting ones.
+    newest: number of the latest record.
+    """
+
+    def __init__(self, max_bytes: int, max_entries: int, batch_entries: int) -> None:
+        self.in_flight: list[QueuedRecord] = []
+        self.aside = SetAside()
+        self.counts = WriterStats()
+        self.bytes = 0
+        self.newest = 0
+        self._max_bytes, self._max_entries, self._batch_entries = max_bytes, max_entries, batch_entries
+        self._queue: deque[QueuedRecord] = deque()
+        self._next_entries = batch_entries  # most records of the next batch
+        self._forgotten: set[str] = set()  # erased sessions with records in flight
+        self._overflowing = False  # whether records were dropped since none waited, which is logged once
+
+    def __len__(self) -> int:
+        """Return how many records wait."""
+        return len(self._queue) + len(self.in_flight) + len(self.aside)
+
+    @property
+    def queued(self) -> int:
+        """Return how many records are neither in flight nor set aside."""
+        return len(self._queue)
+
+    def all(self) -> list[QueuedRecord]:
+        """Return the records that wait, in no order."""
+        return [*self.in_flight, *self._queue, *self.aside.records()]
+
+    def oldest(self) -> int:
+        """Return the lowest number of a record that waits, or the next one's if none does."""
+        numbers = [records[0].number for records in (self.in_flight, self._queue) if records]
+        if (aside := self.aside.oldest()) is not None:
+            numbers.append(aside)
+        return min(numbers, default=self.newest + 1)
+
+    def is_in_flight(self, session: str) -> bool:
+        """Return whether a record of a session is on its way to the store."""
+        return any(item.record.session == session for item in self.in_flight)
+
+    def put(self, namespace: str, record: Record) -> None:
+        """Queue a record, behind the others."""
+        self.newest += 1
+        self._queue.append(QueuedRecord(self.newest, namespace, record, record.size))
+        self.bytes += record.size
+        self._shorten()
+
+    def forget(self, session: str) -> None:
+        """Drop the records of a session that is being erased. Those in flight are dropped if their append fails."""
+        self._queue = deque(self._without({session}, self._queue))
+        self._count_erased(self.aside.forget(session))
+        if self.is_in_flight(session):
+            self._forgotten.add(session)
+
+    def take_batch(self) -> list[QueuedRecord]:
+        """Put the next batch in flight, and return it."""
+        room = _BATCH_BYTES
+        while self._queue and len(self.in_flight) < self._next_entries and room > 0:
+            room -= self._queue[0].size
+            self.in_flight.append(self._queue.popleft())
+        self._next_entries = self._batch_entries
+        return list(self.in_flight)
+
+    def take_aside(self, part: str) -> list[QueuedRecord]:
+        """Put the first append that waits for a part in flight, and return it."""
+        items = self.aside.take(part)
+        self.in_flight += items
+        return items
+
+    def take_other(self, part: str, session: str | None) -> list[QueuedRecord]:
+        """Put the first record of another session in flight, if the part is a log that counts as refused."""
+        items = self.aside.take_other(part, session) if self.aside.is_refused(part) else []
+        self.in_flight += items
+        return items
+
+    def note_written(self, items: list[QueuedRecord], persisted: int) -> None:
+        """Note that an append succeeded. persisted: how many records it wrote; the others cannot be encoded."""
+        self.counts.persisted += persisted
+        self.counts.refused += len(items) - persisted
+        self.bytes -= sum(item.size for item in items)
+        self._end_flight_of(items)
+
+    def requeue(self) -> None:
+        """Queue the records in flight again, because the store is away."""
+        self.counts.failed += 1
+        # The retry sends the same records, so that a store can recognise an append that it already has.
+        self._next_entries = len(self.in_flight)
+        self._queue.extendleft(reversed(self._without(self._forgotten, self.in_flight)))
+        self._end_flight_of(self.in_flight)
+
+    def set_aside(self, part: str, items: list[QueuedRecord], *, failed: bool = False) -> CircuitBreaker:
+        """Let an append wait for a part of the store that is away. Return the part's breaker. failed: it was tried."""
+        self.counts.failed += failed
+        breaker = self.aside.add(part, self._without(self._forgotten, items))
+        self._end_flight_of(items)
+        return breaker
+
+    def put_back(self, part: str, items: list[QueuedRecord], *, refused: bool) -> bool:
+        """Let a failed append wait again, in halves if it was refused. If it was a single refused record, give that up.
+
+        A record of a log that counts as refused waits, because the log is at fault. Return whether one was given up.
+        """
+        self.counts.failed += 1
+        alone = refused and len(items) == 1 and not self.aside.is_refused(part)
+        if alone:
+            self.counts.refused += 1
+            self.bytes -= items[0].size
+        else:
+            middle = len(items) // 2 if refused else 0
+            self.aside.add(part, self._without(self._forgotten, items[middle:]), again=True)
+            self.aside.add(part, self._without(self._forgotten, items[:middle]), again=True)
+        self._end_flight_of(items)
+        return alone
+
+    def drop_all(self) -> int:
+        """Drop the records that are not in flight. Return how many waited before, those in flight included."""
+        left = len(self)
+        while self._queue or len(self.aside):
+            self._drop_oldest()
+        return left
+
+    def _end_flight_of(self, items: list[QueuedRecord]) -> None:
+        """Remove records from the batch. Forget the erased sessions once nothing is in flight."""
+        gone = {item.number for item in items}
+        self.in_flight = [item for item in self.in_flight if item.number not in gone]
+        if not self.in_flight:
+            self._forgotten.clear()
+            self._overflowing = self._overflowing and len(self) > 0
+
+    def _shorten(self) -> None:
+        """Drop the oldest records beyond the limits. Records in flight stay: they alone never exceed the limits."""
+        dropped = self.counts.dropped
+        while self.bytes > self._max_bytes or len(self) > self._max_entries:
+            self._drop_oldest()
+        if self.counts.dropped > dropped and not self._overflowing:
+            self._overflowing = True
+            logger.warning("agentspec: the store's queue is full; its oldest records are dropped and counted")
+
+    def _drop_oldest(self) -> None:
+        aside = self.aside.oldest()
+        if aside is None or (self._queue and self._queue[0].number < aside):
+            item = self._queue.popleft()
+        else:
+            item = self.aside.drop_oldest()
+        self.bytes -= item.size
+        self.counts.dropped += 1
+
+    def _without(self, erased: set[str], items: Collection[QueuedRecord]) -> list[QueuedRecord]:
+        """Count the records of erased sessions, and return the others."""
+        self._count_erased([item for item in items if item.record.session in erased])
+        return [item for item in items if item.record.session not in erased]
+
+    def _count_erased(self, items: list[QueuedRecord]) -> None:
+        self.counts.erased += len(items)
+        self.bytes -= sum(item.size for item in items)

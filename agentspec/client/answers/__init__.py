@@ -1,0 +1,1 @@
+"""Turn what a server answers into replies, whole or streamed, and record them."""

@@ -1,0 +1,400 @@
+"""Keep a session's messages and allow one call at a time, for Session and AsyncSession. Does no network I/O."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from agentspec.client.history.erasure_list import ErasureList
+from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored, conflict_error
+from agentspec.client.messages import shown
+from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
+from agentspec.identifiers import helpers_of
+
+logger = logging.getLogger(__name__)
+
+OnUnavailable: TypeAlias = Literal["raise", "empty"]
+"""What to do if a session's stored messages cannot be read: raise the error, or start with an empty history."""
+
+_MOST_CALLS = 5
+"""Most tool calls that an error names."""
+
+
+class Turn(NamedTuple):
+    """Hold one call: the messages to send, and the function that stores the answer and returns the whole history.
+
+    The history's messages must not be changed.
+    """
+
+    messages: list[dict[str, Any]]
+    commit: Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+class Gap(NamedTuple):
+    """Describe a gap in a session: `lost` messages are missing just before `session.messages[before]`."""
+
+    before: int
+    lost: int
+
+
+class Conversation:
+    """Keep a history that grows by whole turns, so that a call that fails leaves it unchanged.
+
+    id: the session's id; "" for calls without a session. parent: id of the session that started it.
+    loaded: whether the stored messages have been read; True for a new session, which has none. unsaved: set of
+    conversations with messages that cannot be stored before the stored ones have been read; this one enters and leaves
+    it by itself. erasures: list of the other sessions that the server has to erase with this one.
+    """
+
+    def __init__(
+        self,
+        session: str,
+        log: SessionLog,
+        *,
+        group: str | None = None,
+        parent: str | None = None,
+        new: bool = False,
+        unsaved: set[Conversation] | None = None,
+        erasures: ErasureList | None = None,
+    ) -> None:
+        self.id = session
+        self.group = group
+        self.parent = parent
+        self._helpers_begin, self._helper_numbers = helpers_of(session), itertools.count(1)
+        self.loaded = new
+        self.resumed = 0  # messages that came from the store
+        self.server_told = False  # whether the server was primed with those messages
+        self._log = log
+        self._erasures = ErasureList() if erasures is None else erasures
+        self._unsaved = set[Conversation]() if unsaved is None else unsaved
+        self._history: list[Said] = []
+        self._next_position = 0
+        self._view = ClientView(session)
+        # Reentrant, because the garbage collector may close a stream in a thread that holds the lock.
+        self._guard = threading.RLock()
+        self._load_lock = threading.Lock()
+        self._holder: object = None  # the call or loop that has reserved the session; None: it is free
+        self._answerer: object = None  # the loop that runs, or ran, the latest tool calls
+
+    def load(self, on_unavailable: OnUnavailable = "raise") -> None:
+        """Read the stored messages, once, and put them before those added already. May block.
+
+        Raises StoreError if they cannot be read, unless ``on_unavailable`` is "empty".
+        """
+        with self._load_lock:
+            if self.loaded:
+                return
+            try:
+                stored = self._read()
+            except StoreError as error:
+                if on_unavailable == "raise":
+                    raise
+                logger.warning("agentspec: %s; it starts without them", error)
+                stored = None
+            with self._guard:
+                added = [message for _, message in self._history]
+                self._replace_history(stored)
+                self.loaded = True
+                self._append(added)
+        self._report_gaps()
+
+    def reload(self) -> None:
+        """Read the stored messages again, and drop messages that are not stored. May block. Raises StoreError."""
+        with self._load_lock, self.reserved():
+            stored = self._read()
+            with self._guard:
+                self._replace_history(stored)
+                self.loaded = True
+        self._report_gaps()
+
+    def check(self) -> None:
+        """Raise SessionConflictError if another client wrote to the session. Blocks for 0.1 s at most."""
+        self._log.check(self._view)
+
+    def confirm(self) -> None:
+        """Wait until the latest turn is stored, 0.1 s at most. Raises SessionConflictError if it cannot be."""
+        self._log.confirm(self._view)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return a copy of the history."""
+        with self._guard:
+            return copy.deepcopy([message for _, message in self._history])
+
+    def gaps(self) -> list[Gap]:
+        """Return where messages are missing in the history."""
+        with self._guard:
+            positions = [-1, *(position for position, _ in self._history), self._next_position]
+        lost = [after - before - 1 for before, after in itertools.pairwise(positions)]
+        return [Gap(index, count) for index, count in enumerate(lost) if count]
+
+    def add(self, messages: Sequence[dict[str, Any]], *, answered: str | None = None) -> None:
+        """Append messages between calls. answered: id of the tool call that they answer.
+
+        Raises SessionBusyError during a call, SessionConflictError, and InvalidInputError if no call waits for such an
+        answer. A session that is not loaded takes any answer, because its stored messages may have the call.
+        """
+        with self._guard:
+            self._refuse_if_busy()
+            if self._view.conflict:
+                raise conflict_error(self.id)
+            if answered is not None and self.loaded:
+                self._refuse_other_than_open(answered)
+            self._append(messages)
+
+    def change_last(self, change: Callable[[dict[str, Any]], Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
+        """Replace the latest message by those that ``change`` makes of it, here and in the store. May block.
+
+        Returns the former message, or None if there is none. The store does it in one step. Raises StoreError and
+        SessionConflictError. Nothing has changed then, unless the store has made the change and its answer was lost.
+        """
+        with self._load_lock, self.reserved():
+            with self._guard:
+                if not self._history:
+                    return None
+                position, last = self._history[-1]
+            said = [Said(position + i, message) for i, message in enumerate(change(copy.deepcopy(last)))]
+            self._log.rewrite(self._view, position, said)
+            with self._guard:
+                self._history[-1:] = said
+                self._next_position = position + len(said)
+                self.resumed = min(self.resumed, len(self._history))
+            return last
+
+    def forget(self) -> None:
+        """Remove all messages, stored ones first. May block. Raises StoreError, and then keeps the messages here."""
+        with self._load_lock:
+            self._log.remove(self.id)
+            with self._guard:
+                self._replace_history(Stored())
+                self.loaded = True
+
+    def new_helper(self) -> str:
+        """Return the id of a new session for a loop of this one, to be erased with it. The latest are remembered."""
+        helper = f"{self._helpers_begin}.{next(self._helper_numbers)}"
+        self._erasures.add_helper(self.id, helper)
+        return helper
+
+    def add_salt(self, cache_salt: str) -> None:
+        """Note a salt that a call sends. It makes another session on the server, which is erased with this one."""
+        if self.id:
+            self._erasures.add_salt(self.id, cache_salt)
+
+    @property
+    def helpers(self) -> list[str]:
+        """Return the ids of the sessions that loops have used in this client, oldest first."""
+        return self._erasures.helpers(self.id)
+
+    @property
+    def cache_salts(self) -> list[str]:
+        """Return the salts that calls of this session and of its helpers have sent in this client."""
+        return [salt for session in (self.id, *self.helpers) for salt in self._erasures.salts(session)]
+
+    def copy_to(self, other: Conversation, turns: int | None = None) -> None:
+        """Copy the history, or its first turns, to another, loaded conversation, and become its parent.
+
+        turns: number of first turns to copy; a negative number leaves out that many of the last; None: all. Blocks
+        while a long history is stored. Raises InvalidSessionError if the other is not empty, SessionBusyError if it is
+        in a call, and InvalidInputError if there are fewer turns.
+        """
+        with self._guard:
+            history, next_position = copy.deepcopy(self._history), self._next_position
+        if turns is not None:
+            history = _first_turns(history, turns)
+            next_position = history[-1].position + 1 if history else 0
+        with other._guard:
+            if other is not self:
+                other._refuse_if_busy()  # its call would add an answer that was given without these messages
+            if other._history or other is self:
+                raise InvalidSessionError(f"new_id: session {other.id!r} has messages already; take another id")
+            other._history, other._next_position = history, next_position
+            other._save(history)
+            if next_position > (history[-1].position + 1 if history else 0):  # a gap at the end
+                other._log.append(other._view, [], cut=next_position)
+            other.parent, other.group = self.id, other.group if self.group is None else self.group
+        other._log.wait_for_room()
+
+    @contextmanager
+    def turn(
+        self, new: Sequence[dict[str, Any]], holder: object = None, answerer: object = None
+    ) -> Generator[Turn, None, None]:
+        """Reserve the session for one call that sends the history and ``new``. holder: as for `reserved`.
+
+        ``Turn.commit`` stores ``new`` and the answer together. answerer: the loop that will answer the tool calls of
+        the model's answer; if there are any, the loop holds the session until `answer_calls(answerer)`. Raises
+        SessionBusyError during another call, and InvalidInputError if there is nothing to send.
+        """
+        with self.reserved(holder):
+            sent = [*(message for _, message in self._history), *new]
+            if not sent:
+                raise InvalidInputError(f"content: session {self.id!r} is empty, so a first message is needed")
+            yield Turn(sent, lambda message: self._commit([*new, message], answerer))
+
+    @contextmanager
+    def reserved(self, holder: object = None) -> Generator[None, None, None]:
+        """Reserve the session while the block runs, or until `release(holder)`, so that no call begins.
+
+        holder: object that stands for the call or loop; None: a new one. Raises SessionBusyError if the session is
+        reserved already.
+        """
+        holder = holder or object()
+        with self._guard:
+            self._refuse_if_busy()
+            self._holder = holder
+        try:
+            yield
+        finally:
+            self.release(holder)
+
+    @contextmanager
+    def undone_if_interrupted(self) -> Generator[None, None, None]:
+        """Take back the block's messages if it is cancelled or gets Ctrl-C. Use it while the session is reserved."""
+        with self._guard:
+            count, position, holder = len(self._history), self._next_position, self._holder
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            with self._guard:
+                self._holder = holder  # with the answer its tool calls are gone, so no loop holds the session for them
+                if self._next_position > position or len(self._history) > count:
+                    del self._history[count:]
+                    self._next_position = position
+                    self._log.append(self._view, [], cut=position)
+            raise
+
+    def release(self, holder: object) -> None:
+        """End the reservation of this holder, if there is one."""
+        with self._guard:
+            if self._holder is holder:
+                self._holder = None
+
+    def answer_calls(self, answerer: object, answers: Mapping[int, str], otherwise: str) -> None:
+        """Append the answers to the latest message's tool calls, and end the reservation that `turn` left for them.
+
+        answers: by the call's index. otherwise: the answer to the other calls. Does nothing unless this answerer holds
+        the session. Appends after a conflict, too, as a turn does, so that no call stays unanswered.
+        """
+        try:
+            self._answer_calls(answerer, answers, otherwise)
+        except BaseException:  # Ctrl-C in between must not leave the session with unanswered calls
+            self._answer_calls(answerer, answers, otherwise)
+            raise
+
+    def _answer_calls(self, answerer: object, answers: Mapping[int, str], otherwise: str) -> None:
+        """Append the answers. A second attempt, if the first was cut off, is safe: repeated messages are read once."""
+        with self._guard:
+            if self._holder is not answerer:
+                return
+            at = next(at for at, said in reversed(list(enumerate(self._history))) if said.message.get("tool_calls"))
+            position, message = self._history[at]
+            said: list[Said] = []
+            for index, call in enumerate(message["tool_calls"]):
+                answer = {"role": "tool", "tool_call_id": call["id"], "content": answers.get(index, otherwise)}
+                said.append(Said(position + 1 + index, answer))
+            self._history[at + 1 :] = said
+            self._next_position = position + 1 + len(said)
+            self._save(said)
+            self._holder = None
+
+    def _read(self) -> Stored:
+        try:
+            return self._log.read(self.id)
+        except Exception as error:  # a store may raise anything
+            kind = type(error) if isinstance(error, StoreError) else StoreError
+            raise kind(
+                f"session {self.id!r}: its stored messages cannot be read, and nothing was sent ({error}). Try again,"
+                ' or take an empty history knowingly: client.session(id, on_unavailable="empty")'
+            ) from error
+
+    def _report_gaps(self) -> None:
+        for before, lost in self.gaps():
+            logger.warning(
+                "agentspec: session %r: the store has lost %d messages before message %d", self.id, lost, before
+            )
+
+    def _replace_history(self, stored: Stored | None) -> None:
+        """Replace the history by the stored one; by an empty one for None, which stands for an unknown one."""
+        self._view = ClientView(self.id, known=False) if stored is None else ClientView(self.id, stored.last)
+        stored = stored or Stored()
+        self._history, self._next_position = list(stored.history), stored.next_position
+        self.resumed = len(self._history)
+        self._unsaved.discard(self)
+
+    def _commit(self, messages: Sequence[dict[str, Any]], answerer: object) -> list[dict[str, Any]]:
+        with self._guard:
+            self._append(messages)
+            if answerer is not None and messages[-1].get("tool_calls"):
+                self._holder = self._answerer = answerer
+            return [message for _, message in self._history]
+
+    def _append(self, messages: Sequence[dict[str, Any]]) -> None:
+        said = [Said(self._next_position + i, message) for i, message in enumerate(copy.deepcopy(list(messages)))]
+        self._history += said
+        self._next_position += len(said)
+        if self.loaded:
+            self._save(said)
+        elif said:
+            self._unsaved.add(self)
+
+    def _refuse_other_than_open(self, tool_call_id: str) -> None:
+        """Raise InvalidInputError unless a tool call with this id waits for its answer."""
+        known, waiting = self._tool_calls()
+        if tool_call_id not in waiting:
+            why = "has an answer already" if tool_call_id in known else "is no call of the session"
+            rest = f"{_shown_calls(waiting)} without an answer" if waiting else "no call without an answer"
+            raise InvalidInputError(f"tool_call_id: {shown(tool_call_id)} {why}; session {self.id!r} has {rest}")
+
+    def _tool_calls(self) -> tuple[set[object], dict[object, object]]:
+        """Return the ids of all tool calls, and the tools' names by the ids of calls that wait for an answer."""
+        known, waiting = set[object](), dict[object, object]()
+        for _, message in self._history:
+            if message["role"] == "tool":
+                waiting.pop(message.get("tool_call_id"), None)
+            calls = message.get("tool_calls")
+            for call in calls if isinstance(calls, list) else ():
+                if isinstance(call, dict):
+                    body = call.get("function") or call.get("custom")
+                    waiting[call.get("id")] = body.get("name") if isinstance(body, dict) else None
+                    known.add(call.get("id"))
+        return known, waiting
+
+    def _save(self, said: list[Said]) -> None:
+        if said:
+            self._log.append(self._view, said)
+
+    def _refuse_if_busy(self) -> None:
+        if self._holder is not None and self._holder is self._answerer:  # a fork would have unanswered calls
+            calls = _shown_calls(self._tool_calls()[1])
+            raise SessionBusyError(
+                f"session {self.id!r} has tool calls without an answer ({calls}), and its tools are running: let"
+                " run_tools() end first, or go on before them in a fork(at=-1)"
+            )
+        if self._holder is not None:
+            raise SessionBusyError(
+                f"session {self.id!r} is in a call (or in a stream that is still open): let it end or close() the"
+                " stream first, or fork() the session to go two ways at once"
+            )
+
+
+def _shown_calls(waiting: Mapping[object, object]) -> str:
+    """Return how an error names tool calls. waiting: the tools' names, by the calls' ids."""
+    calls = [shown(call) if name is None else f"{shown(call)} of {shown(name)}" for call, name in waiting.items()]
+    more = len(calls) - _MOST_CALLS
+    return ", ".join(calls[:_MOST_CALLS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _first_turns(history: list[Said], turns: int) -> list[Said]:
+    if isinstance(turns, bool) or not isinstance(turns, int):
+        raise InvalidInputError(f"at: a number of turns is needed, not {turns!r}")
+    roles = ["assistant", *(said.message["role"] for said in history)]
+    begins = [at for at, (before, role) in enumerate(itertools.pairwise(roles)) if role == "user" != before]
+    kept = turns if turns >= 0 else len(begins) + turns
+    if not 0 <= kept <= len(begins):
+        raise InvalidInputError(f"at: the session has {len(begins)} turns, and no {turns}")
+    return history if kept == len(begins) else history[: begins[kept]]
