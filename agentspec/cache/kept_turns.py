@@ -11,7 +11,7 @@ from agentspec.cache.arguments import LARGEST_NUMBER, TokenIds, as_prompt, as_tu
 from agentspec.cache.core import PreparedSession, native
 from agentspec.cache.names import UNNAMED_TENANT, Names, key_of, keys_to_load, session_key
 from agentspec.cache.policy import DEFAULT_COST, DraftPolicy
-from agentspec.cache.types import UNIT_NUMBERS, CacheStats, FinishedTurn, PublicCorpus
+from agentspec.cache.types import UNIT_NUMBERS, CacheStats, FinishedTurn, PublicCounts
 from agentspec.errors import InvalidInputError, SnapshotError
 from agentspec.files import size_remedy
 from agentspec.identifiers import check_ids
@@ -109,7 +109,7 @@ class KeptTurns:
         names, (_, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
         return self._core.learn_from(*names.keys(), tail, response, turn.record, self._cost(None))
 
-    def publish(self, texts: Iterable[TokenIds], *, max_bytes: int) -> PublicCorpus:
+    def publish(self, texts: Iterable[TokenIds], *, max_bytes: int) -> PublicCounts:
         """Let every request of scope "tenant" draft from these texts too, whatever its tenant, as source "public".
 
         texts: int32 arrays or sequences of int. max_bytes: most memory that they may take; texts beyond that are left
@@ -137,7 +137,7 @@ class KeptTurns:
             raise
         self._core.publish(index)
         self._public_bytes = size
-        return PublicCorpus(taken, tokens, size, left_out)
+        return PublicCounts(taken, tokens, size, left_out)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         """Erase a session: its own text and its share of its tenant's index. Does nothing if it is unknown.

@@ -56,7 +56,7 @@ from agentspec.cache.types import (
     Scope,
     StepDrafts,
     no_drafts,
-    record_of,
+    record_number,
 )
 from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.identifiers import check_ids
@@ -343,7 +343,7 @@ class SuffixCache(KeptTurns):
         limit = None if output_limit is None else min(output_limit, LARGEST_NUMBER)
         names = running.names
         writer, number = name or ("", 0)
-        turn = self._core.finish(running.slot, limit, record_of(writer, number) if writer else 0)
+        turn = self._core.finish(running.slot, limit, record_number(writer, number) if writer else 0)
         self._running.release(request_id)
         if turn is None:
             return None

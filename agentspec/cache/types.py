@@ -206,16 +206,16 @@ class FinishedTurn:
     @property
     def record(self) -> int:
         """Return a 64-bit number that stands for writer and number; 0 for a turn without a name."""
-        return record_of(self.writer, self.number) if self.writer else 0
+        return record_number(self.writer, self.number) if self.writer else 0
 
 
-def record_of(writer: str, number: int) -> int:
+def record_number(writer: str, number: int) -> int:
     """Return the 64-bit number, never 0, that stands for the turn `number` of a writer."""
     return int.from_bytes(blake2b(f"{writer}:{number}".encode(), digest_size=8).digest()) or 1
 
 
 @dataclass(frozen=True, slots=True)
-class PublicCorpus:
+class PublicCounts:
     """Count what the public corpus holds; bytes: its memory. left_out: texts that its limit has no room for."""
 
     texts: int

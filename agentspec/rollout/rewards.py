@@ -12,10 +12,10 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from agentspec.awaiting import awaited, took_over
 from agentspec.errors import ConfigurationError
 from agentspec.rollout.problems import Problem
 from agentspec.rollout.samples import Sample, as_json
-from agentspec.server_ext.vllm_adapter.offline import awaited, took_over
 
 logger = logging.getLogger(__name__)
 

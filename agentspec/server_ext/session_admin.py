@@ -6,20 +6,19 @@ for its answer. Sessions are named by their keys (`Identity.session`), which the
 
 import contextlib
 import logging
-import math
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from agentspec.cache.store import Erasure, NewEntry, RecordReader, SessionUsage, Store, TurnRecord, decode, encode
-from agentspec.cache.store.background.courtesy import Courtesy
+from agentspec.cache.store import Erasure, Store
 from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.figures.step_record import StepRecord
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.step import RequestState
+from agentspec.server_ext.stored_sessions import StoredSessions
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +28,8 @@ _ABANDONED_SECONDS = 5.0
 """Time without a poll after which an asker counts as gone. The routes poll every quarter of a second."""
 _FLUSH_SECONDS = 1.0
 """Longest wait until queued turns are in the store, before a job reads it."""
-_LOAD_SECONDS = 0.25
-"""Longest wait until an imported session is read back from the store, before the import is answered."""
 _PART_BYTES = 256 * 1024
 """Bytes of records from which on an answer ends, because the engine passes it on between two steps."""
-_WRITE_RECORDS, _WRITE_BYTES = 256, 256 * 1024
-"""Most records, and about the most bytes, that an import appends at once: Redis answers nobody else meanwhile."""
 _SLICE_SECONDS = 0.1
 """How long a job reads in one go, before other jobs that wait for the same thread have a turn."""
 _TELL_SECONDS = 60.0
@@ -90,6 +85,7 @@ class SessionAdmin:
         delete_snapshot: Callable[[], None] = lambda: None,
     ) -> None:
         self._cache, self._persistence = persistence.cache, persistence
+        self._stored = StoredSessions(persistence)
         self._states = states
         self._traces = traces
         self._step_record = step_record
@@ -191,10 +187,10 @@ class SessionAdmin:
         if what == "tenants":
             args = (*args, {state.identity.tenant for state in self._states_of(args[0])})
         jobs: dict[str, Callable[..., Iterator[list[Any]]]] = {
-            "list": self._list,
-            "read": self._read,
-            "write": self._write,
-            "tenants": self._tenants,
+            "list": self._stored.used_last,
+            "read": self._stored.read,
+            "write": self._stored.write,
+            "tenants": self._stored.tenants,
         }
 
         def run(store: Store) -> _Slice:
@@ -244,88 +240,6 @@ class SessionAdmin:
     def _states_of(self, session: str) -> list[RequestState]:
         return [state for state in self._states() if state.identity.session == session]
 
-    def _logs(self, store: Store, tenant: str | None, anybody: bool = False, session: str | None = None) -> list[str]:
-        """Return the names of a tenant's logs, or of all logs for ``anybody``. session: only those that hold it."""
-        logs = self._persistence.logs
-        return store.namespaces(logs.prefix if anybody else logs.family(tenant), session=session)
-
-    def _list(
-        self,
-        store: Store,
-        tenant: str | None,
-        principal: str | None,
-        anybody: bool,
-        count: int,
-        before: float | None = None,
-    ) -> Iterator[list[dict[str, Any]]]:
-        """Yield the sessions used last, as `begin` says.
-
-        Takes long if there are very many sessions of other principals, or long sessions.
-        """
-        held: dict[str, list[tuple[str, SessionUsage]]] = {}  # by session, which may be in several logs
-        for log in self._logs(store, tenant, anybody):
-            for usage in store.sessions(log):
-                if usage.session:
-                    held.setdefault(usage.session, []).append((log, usage))
-        for parts in held.values():
-            parts.sort(key=lambda part: part[1].used)
-        last = math.inf  # when the latest one that was yielded was used
-        for session, parts in sorted(held.items(), key=lambda item: -item[1][-1][1].used):
-            used = parts[-1][1].used
-            if count <= 0 and used < last:
-                return
-            if before is not None and used >= before:
-                continue
-            yield []
-            owners = () if anybody else (turn.principal for turn in _turns(store, parts[-1][0], session, newest=1))
-            if (anybody or principal in owners) and (summary := (yield from _summary_of(store, session, parts))):
-                yield [summary]
-                count, last = count - 1, used
-
-    def _read(self, store: Store, session: str) -> Iterator[list[bytes]]:
-        """Yield a session's records that can be used."""
-        reader, courtesy = RecordReader(), Courtesy()
-        unwritten = {_name_of(turn): turn for turn in self._persistence.unwritten(session)}
-        for log in self._logs(store, None, anybody=True, session=session):
-            for entry, record in reader.read(store.read(log, session=session)):
-                if isinstance(record, TurnRecord):
-                    unwritten.pop(_name_of(record), None)
-                yield [] if record is None else [entry.payload]
-                courtesy.pause()
-        for turn in unwritten.values():
-            yield [encode(turn)]
-
-    def _write(
-        self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool
-    ) -> Iterator[list[int]]:
-        """Append the records that a session lacks to the store, as `begin` says. Yields their number last.
-
-        If that fails between two slices, the next try appends the others.
-        """
-        held: set[tuple[str, int]] = set()
-        for log in self._logs(store, tenant, session=session):
-            for turn in _turns(store, log, session):
-                held.add(_name_of(turn))
-                yield []
-        if only_new and (held or self._cache.has_session(tenant, session)):
-            yield [0]
-            return
-        given = dict[tuple[str, int], bytes]()  # by name, because a text may be given twice
-        courtesy = Courtesy()
-        for payload in payloads:
-            given[_name_of(decode(payload))] = payload
-            courtesy.pause()
-        new = [NewEntry(session, payload) for name, payload in given.items() if name not in held]
-        for part in _slices_of(new):
-            store.append(self._persistence.logs.of(tenant), part)
-            yield []
-        self._persistence.load_again(tenant, session, _LOAD_SECONDS)
-        yield [len(new)]
-
-    def _tenants(self, store: Store, session: str, held: Set[str | None]) -> Iterator[list[str | None]]:
-        logs = self._logs(store, None, anybody=True, session=session)
-        yield [*held | {turn.tenant for log in logs for turn in _turns(store, log, session, newest=1)}]
-
 
 def _next_slice(job: _Job) -> _Slice:
     """Return the next items of a job, as many as one answer holds and _SLICE_SECONDS allow.
@@ -342,58 +256,6 @@ def _next_slice(job: _Job) -> _Slice:
         if size >= _PART_BYTES or time.monotonic() >= until:
             return _Slice(found, more=True)
     return _Slice(found, more=False)
-
-
-def _summary_of(
-    store: Store, session: str, parts: Sequence[tuple[str, SessionUsage]]
-) -> Generator[list[Any], None, dict[str, Any] | None]:
-    """Return a session as the list shows it; None if no turn is left. Yields an empty list where a slice may end.
-
-    parts: its logs and their usage, newest last.
-    """
-    tokens, newest = 0, None
-    for log, _ in parts:
-        for newest in _turns(store, log, session):
-            tokens += len(newest.prompt_tail) + len(newest.response)
-            yield []
-    if newest is None:
-        return None
-    return {
-        "id": newest.session_name,
-        "key": session,
-        "tokens": tokens,
-        "turns": sum(usage.records for _, usage in parts),
-        "bytes": sum(usage.bytes for _, usage in parts),
-        "used": parts[-1][1].used,
-        "group": newest.group_name,
-    }
-
-
-def _slices_of(entries: Sequence[NewEntry]) -> Iterator[list[NewEntry]]:
-    """Yield the entries in slices of _WRITE_RECORDS and about _WRITE_BYTES at most."""
-    part: list[NewEntry] = []
-    size = 0
-    for entry in entries:
-        part.append(entry)
-        size += len(entry.payload)
-        if len(part) == _WRITE_RECORDS or size >= _WRITE_BYTES:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
-
-
-def _turns(store: Store, namespace: str, session: str, newest: int | None = None) -> Iterable[TurnRecord]:
-    """Yield the turns of a session in a log. Skips records that cannot be decoded or name another session."""
-    courtesy = Courtesy()
-    for _, record in RecordReader().read(store.read(namespace, session=session, newest=newest)):
-        if isinstance(record, TurnRecord):
-            yield record
-        courtesy.pause()
-
-
-def _name_of(record: Any) -> tuple[str, int]:
-    return record.writer, record.number
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

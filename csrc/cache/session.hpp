@@ -111,7 +111,7 @@ class Session final : public CacheEntry {
   SuffixIndex text_;
   Buffer<Document> documents_;  // in the order of their text
   // Ends of contexts, by hash: at block boundaries, behind the first token of each document, and at turns' ends.
-  // kNowhere stands for a boundary whose text isn't here although text behind it in its block is.
+  // kNowhere: a block boundary in front of text that is here, which lies in the part of its block that isn't.
   PositionMap places_;
   PositionMap records_;  // ends of the turns that came from or went to the store
   ContextHash newest_;   // context of the turn that was appended last

@@ -19,7 +19,7 @@ from agentspec.cache import (
 )
 from agentspec.cache.arguments import MAX_VOCAB, as_prompt
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
-from agentspec.cache.types import record_of
+from agentspec.cache.types import record_number
 from tests.oracle.cache import Oracle
 from tests.oracle.entries import Limits
 from tests.oracle.request import Drafted
@@ -142,7 +142,7 @@ class Pair:
         self, request: str, output_limit: int | None = None, name: tuple[str, int] | None = None
     ) -> FinishedTurn | None:
         ours = self.core.finish(request, output_limit=output_limit, name=name)
-        expected = self.oracle.finish(request, output_limit, record_of(*name) if name else 0)
+        expected = self.oracle.finish(request, output_limit, record_number(*name) if name else 0)
         if ours is None or expected is None:
             assert ours is None and expected is None
             return None

@@ -17,7 +17,7 @@ from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.identity import RequestTagger
 from agentspec.server_ext.identity.callers import Callers
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.vllm_adapter.frontend import process_inputs
+from agentspec.server_ext.vllm_adapter.senders import process_inputs
 from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
 
 

@@ -153,7 +153,7 @@ def test_an_import_is_told_once_the_next_request_drafts_from_it(
 def test_a_store_that_is_slow_to_read_holds_up_no_import_for_long(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.server_ext.session_admin._LOAD_SECONDS", 0.1)
+    monkeypatch.setattr("agentspec.server_ext.stored_sessions._LOAD_SECONDS", 0.1)
     held = threading.Event()
     monkeypatch.setattr(server.engine._persistence._loader, "_before_read", lambda *_: held.wait(60))
     server.engine.session("begin", "job", None, "write", "s", None, [encode(turn("s", 1))], False)

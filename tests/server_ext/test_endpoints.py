@@ -18,7 +18,7 @@ from agentspec.server_ext.figures.traces import Trace
 from agentspec.server_ext.identity import Identity, RequestTagger
 from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.vllm_adapter import frontend
+from agentspec.server_ext.vllm_adapter import engine_calls, response_lengths, senders
 from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
 
 ADMIN = "the key of the administrator"
@@ -44,7 +44,7 @@ class EngineClient:
         self.limits: list[float | None] = []
 
     async def _call_utility_async(self, name: str, method: str, limit: Any, question: Any, kw: Any, engine: int) -> Any:
-        assert (name, method, kw) == ("collective_rpc", frontend.RPC_METHOD, None)
+        assert (name, method, kw) == ("collective_rpc", engine_calls.RPC_METHOD, None)
         self.limits.append(limit)
         await asyncio.sleep(self.delay)
         if question[0] == "stats":
@@ -81,7 +81,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
         @app.get("/{path:path}")
         def elsewhere() -> str:
-            caller = engine.tagger.callers.caller_of(frontend.presented())
+            caller = engine.tagger.callers.caller_of(senders.presented())
             return str(caller.principal)
 
         return TestClient(app), engine
@@ -186,7 +186,7 @@ def test_all_engines_answer_and_get_no_time_limit(start: Start) -> None:
 
 
 def test_an_engine_that_does_not_answer_is_a_503(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend, "_RPC_SECONDS", 0.05)
+    monkeypatch.setattr(engine_calls, "_RPC_SECONDS", 0.05)
     server, engine = start()
     engine.delay = 60.0
     begin = time.monotonic()
@@ -215,7 +215,7 @@ def test_a_path_is_the_one_that_is_routed_whatever_the_root_path(root: str, befo
 
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "http":
-                found.append(frontend.path_of(scope))
+                found.append(senders.path_of(scope))
             await self.app(scope, receive, send)
 
     app = FastAPI(root_path=root)
@@ -231,18 +231,18 @@ async def test_a_request_is_not_taken_for_the_one_before_it_on_its_connection() 
     found: list[Presented | None] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        found.append(frontend.presented())
+        found.append(senders.presented())
         if len(found) == 1:
             await asyncio.create_task(request(b"bob"))
 
-    middleware = frontend.CallerMiddleware(app)
+    middleware = senders.CallerMiddleware(app)
 
     async def request(name: bytes) -> None:
         await middleware({"type": "http", "path": "/", "headers": [(b"x-principal", name)]}, None, None)
 
     await request(b"ada")
     assert [presented and presented.all("x-principal") for presented in found] == [["ada"], ["bob"]]
-    assert frontend.presented() is None
+    assert senders.presented() is None
 
 
 class ToldEngines(EngineClient):
@@ -258,12 +258,12 @@ class ToldEngines(EngineClient):
 
 
 async def test_engines_hear_of_a_response_whose_caller_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(response_lengths, "_LOOK_SECONDS", 0.01)
     client: Any = ToldEngines()
     told = client.told
     states = {"left": 1, "stays": 1}
     client.output_processor = SimpleNamespace(request_states=states)
-    lengths = frontend.ResponseLengths(client)
+    lengths = response_lengths.ResponseLengths(client)
     lengths.watch({name: SimpleNamespace(num_output_tokens=lambda: 7) for name in states})
     await asyncio.sleep(0.1)
     assert not told
@@ -282,13 +282,13 @@ async def test_engines_are_woken_after_the_last_response_whose_caller_left_befor
 
     When the first wake-up is due, engines may still wait for a later response. A second wake-up serves all of those.
     """
-    monkeypatch.setattr(frontend, "_WAKE_SECONDS", 0.05)
+    monkeypatch.setattr(response_lengths, "_WAKE_SECONDS", 0.05)
     client: Any = ToldEngines()
     runs = SimpleNamespace(detokenizer=SimpleNamespace(stop=[]))
-    processor = SimpleNamespace(request_states={"runs": runs}, agentspec=frontend.ResponseLengths(client))
+    processor = SimpleNamespace(request_states={"runs": runs}, agentspec=response_lengths.ResponseLengths(client))
     for names in (["runs"], *(["runs", f"left {number}"] for number in range(dropped))):
         outputs = [SimpleNamespace(request_id=name) for name in names]
-        assert frontend.process_outputs(lambda _, given: given, processor, outputs) is outputs
+        assert response_lengths.process_outputs(lambda _, given: given, processor, outputs) is outputs
     assert not client.told
     async with asyncio.timeout(60):
         while len(client.told) < 2 * wakes:
@@ -305,7 +305,7 @@ def test_nothing_is_logged_of_a_question_that_is_given_up() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
         engine = EngineClient(Settings(store="memory://"))
         engine.delay = 60.0
-        asked = asyncio.create_task(frontend.ask_engines(engine, "stats"))
+        asked = asyncio.create_task(engine_calls.ask_engines(engine, "stats"))
         await asyncio.sleep(0.01)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.vllm_adapter import cheap_steps, speculative_config
-from agentspec.server_ext.vllm_adapter.cheap_steps import drafts_are_ragged
+from agentspec.server_ext.vllm_adapter import cuda_graphs, speculative_config
+from agentspec.server_ext.vllm_adapter.cuda_graphs import drafts_are_ragged
 from agentspec.server_ext.vllm_adapter.speculative_config import engine_options
 from tests.server_ext.vllm_configs import DENSE, HYBRID, engine_args
 
@@ -190,11 +190,11 @@ def test_models_with_other_attention_keep_vllms_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     config = Engine(tmp_path, 128).config
-    assert cheap_steps.may_replay_drafts(config)
-    monkeypatch.setattr(cheap_steps, "drafts_are_ragged", lambda config: True)
+    assert cuda_graphs.may_replay_drafts(config)
+    monkeypatch.setattr(cuda_graphs, "drafts_are_ragged", lambda config: True)
     model = SimpleNamespace(**{"is_encoder_decoder": False, "is_mm_prefix_lm": False, kind: True})
     other = SimpleNamespace(parallel_config=config.parallel_config, model_config=model)
-    assert not cheap_steps.may_replay_drafts(other)
+    assert not cuda_graphs.may_replay_drafts(other)
 
 
 @pytest.mark.usefixtures("patched")
@@ -211,7 +211,7 @@ def test_a_replay_is_prepared_for_the_longest_row_that_was_captured(tmp_path: Pa
     runner = SimpleNamespace(vllm_config=Engine(tmp_path, 128, replays="ALWAYS").config)
 
     def prepared(**given: Any) -> Any:
-        return cheap_steps.build_attention_metadata(lambda runner, **kwargs: kwargs["max_query_len"], runner, **given)
+        return cuda_graphs.build_attention_metadata(lambda runner, **kwargs: kwargs["max_query_len"], runner, **given)
 
     assert prepared(max_query_len=9, num_tokens_padded=24) == 24
     assert prepared(max_query_len=1, num_tokens_padded=8) == 1  # the graph for steps without drafts

@@ -19,7 +19,7 @@ from agentspec.cache import SOURCES
 from agentspec.server_ext.api import prometheus
 from agentspec.server_ext.api.prometheus import MetricsMiddleware, exposition
 from agentspec.server_ext.figures.metrics import Histogram, Metrics
-from agentspec.server_ext.vllm_adapter import frontend
+from agentspec.server_ext.vllm_adapter import engine_calls
 from tests.server_ext.plain_engine import Engine
 
 VLLMS = b"# HELP vllm:steps_total Steps.\n# TYPE vllm:steps_total counter\nvllm:steps_total 3.0\n"
@@ -158,7 +158,7 @@ class Scraped:
             return answers()
 
         monkeypatch.setattr(prometheus, "ask_engines", ask)
-        monkeypatch.setattr(frontend, "uses_agentspec", lambda config: True)
+        monkeypatch.setattr(engine_calls, "uses_agentspec", lambda config: True)
         self.app, self.client = app, TestClient(app)
 
 
@@ -223,7 +223,7 @@ def test_an_engine_that_answers_late_does_not_hold_up_a_scrape(monkeypatch: pyte
 
 def test_a_server_that_does_not_draft_shows_vllms_figures_only(monkeypatch: pytest.MonkeyPatch) -> None:
     scraped = Scraped(monkeypatch, list)
-    monkeypatch.setattr(frontend, "uses_agentspec", lambda config: False)
+    monkeypatch.setattr(engine_calls, "uses_agentspec", lambda config: False)
     assert scraped.client.get("/metrics").content == VLLMS
     scraped.app.state.agentspec_engine = None  # vLLM's render server
     assert scraped.client.get("/metrics").content == VLLMS

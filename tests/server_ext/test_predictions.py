@@ -18,7 +18,7 @@ from agentspec.cache.types import MAX_PREDICTION
 from agentspec.server_ext.api.predictions import read_prediction
 from agentspec.server_ext.identity import IDENTITY_KEY, PREDICTION_KEY, RequestTagger
 from agentspec.server_ext.identity.callers import Presented
-from agentspec.server_ext.vllm_adapter import frontend
+from agentspec.server_ext.vllm_adapter import senders
 
 from .test_endpoints import VOCABULARY, EngineClient, Start, bearer, start
 from .test_response_figures import ASK, chunks_of
@@ -43,7 +43,7 @@ def serve(start: Start, *keys: str) -> tuple[TestClient, EngineClient, list[Any]
 
     async def chat(request: Request) -> Response:
         body = await request.json()
-        sender = frontend.presented()
+        sender = senders.presented()
         assert sender is not None
         seen.append((body, engine.tagger.tag(body.get("vllm_xargs"), sender).get(PREDICTION_KEY)))
         figures = engine.metrics[0].begin("r", engine.ran("r", sender).caller, sender.call)
@@ -165,7 +165,7 @@ def test_it_says_nothing_to_other_callers_and_cannot_be_forged(start: Start) -> 
 def test_the_next_request_has_none_of_it(start: Start) -> None:
     _, engine = start()
     tagger: RequestTagger = engine.tagger
-    with frontend.drafting_from([1, 2], np.zeros(0, np.int32)):
-        assert tagger.tag({}, frontend.presented())[PREDICTION_KEY] == [1, 2]
-    assert PREDICTION_KEY not in tagger.tag({}, frontend.presented())
+    with senders.drafting_from([1, 2], np.zeros(0, np.int32)):
+        assert tagger.tag({}, senders.presented())[PREDICTION_KEY] == [1, 2]
+    assert PREDICTION_KEY not in tagger.tag({}, senders.presented())
     assert PREDICTION_KEY not in tagger.tag({}, Presented(()))

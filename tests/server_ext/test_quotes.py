@@ -16,7 +16,7 @@ from agentspec.cache.types import MAX_QUOTABLE
 from agentspec.server_ext.api import quotes
 from agentspec.server_ext.api.quotes import Form, Quotes, may_quote, quotable_texts, spellings
 from agentspec.server_ext.identity import PREDICTION_KEY, QUOTABLE_KEY
-from agentspec.server_ext.vllm_adapter import frontend
+from agentspec.server_ext.vllm_adapter import senders
 
 from .test_endpoints import VOCABULARY, Start, bearer, start
 
@@ -303,7 +303,7 @@ def test_they_reach_the_engine_of_their_request_alone_and_cannot_be_forged(start
 
     async def answer(request: Request) -> dict[str, Any]:
         body = await request.json()
-        seen.append((body, engine.tagger.tag(body.get("vllm_xargs"), frontend.presented())))
+        seen.append((body, engine.tagger.tag(body.get("vllm_xargs"), senders.presented())))
         return {"id": "r"}
 
     assert isinstance(server.app, FastAPI)
@@ -327,7 +327,7 @@ def note_quotable(server: TestClient) -> list[bytes]:
     seen: list[bytes] = []
 
     async def answer() -> dict[str, Any]:
-        sender = frontend.presented()
+        sender = senders.presented()
         assert sender is not None
         seen.append(sender.quotable)
         return {"id": "r"}

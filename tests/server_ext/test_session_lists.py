@@ -9,7 +9,7 @@ import pytest
 
 from agentspec.addresses import is_loopback
 from agentspec.cache.store import NewEntry, RecordReader, Store
-from agentspec.server_ext import session_admin
+from agentspec.server_ext import session_admin, stored_sessions
 from agentspec.server_ext.api import session_routes
 
 from .session_server import ADA, ADMIN, BOB, PROMPT, TEXT, Start, start
@@ -215,7 +215,7 @@ def test_a_list_that_nobody_waits_for_reads_no_more_sessions(start: Start, monke
         server.say(server.identity(ADA, name))
     admin, bob = server.engines[0]._sessions, server.identity(BOB, "x")
     read: list[str] = []
-    original = session_admin._turns
+    original = stored_sessions._turns
 
     def turns(store: Store, log: str, session: str, newest: int | None = None) -> Any:
         read.append(session)
@@ -223,7 +223,7 @@ def test_a_list_that_nobody_waits_for_reads_no_more_sessions(start: Start, monke
             monkeypatch.setattr(session_admin, "_ABANDONED_SECONDS", -1.0)
         return original(store, log, session, newest)
 
-    monkeypatch.setattr(session_admin, "_turns", turns)
+    monkeypatch.setattr(stored_sessions, "_turns", turns)
     for name in ("first", "second"):  # the second begins after its asker has gone
         assert admin.begin(name, bob.principal, "list", bob.tenant, bob.principal, False, 10) == {}
         server.wait(lambda: server.engines[0]._persistence.stats()["jobs"] == 0)
@@ -242,7 +242,7 @@ def test_a_list_goes_on_while_it_finds_sessions_of_others(start: Start, monkeypa
             time.sleep(0.1)
             yield from super().read(*args, **options)
 
-    monkeypatch.setattr(session_admin, "RecordReader", Slow)
+    monkeypatch.setattr(stored_sessions, "RecordReader", Slow)
     monkeypatch.setattr(session_admin, "_SLICE_SECONDS", 0.0)
     monkeypatch.setattr(session_routes, "_WAIT_SECONDS", 0.4)
     assert server.listed(ADA) == ["one"]

@@ -7,7 +7,7 @@ import pytest
 
 from agentspec.cache.store import RecordReader, Store, StoreJobs
 from agentspec.identifiers import to_header
-from agentspec.server_ext import session_admin
+from agentspec.server_ext import session_admin, stored_sessions
 from agentspec.server_ext.api import session_routes
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.identity.callers import Presented
@@ -196,7 +196,7 @@ def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monke
                     monkeypatch.setattr(session_admin, "_ABANDONED_SECONDS", -1.0)
                 yield entry
 
-    monkeypatch.setattr(session_admin, "RecordReader", Reader)
+    monkeypatch.setattr(stored_sessions, "RecordReader", Reader)
     for name in ("first", "second"):  # the second begins after its asker has gone
         assert admin.begin(name, ada.principal, "read", ada.session) == {}
         server.wait(lambda: server.engines[0]._persistence.stats()["jobs"] == 0)
@@ -220,7 +220,7 @@ def test_a_long_session_lets_the_questions_of_others_between(
                 read.append(entry[0].session)
                 yield entry
 
-    monkeypatch.setattr(session_admin, "RecordReader", Reader)
+    monkeypatch.setattr(stored_sessions, "RecordReader", Reader)
     monkeypatch.setattr(session_admin, "_SLICE_SECONDS", 0.0)  # a record in each slice
     arguments: dict[str, tuple[Any, ...]] = {
         "read": (ada.session,),

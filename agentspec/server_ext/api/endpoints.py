@@ -26,15 +26,9 @@ from agentspec.server_ext.api.response_figures import FiguresMiddleware, figures
 from agentspec.server_ext.api.session_routes import router as session_router
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter import uses_agentspec
-from agentspec.server_ext.vllm_adapter.frontend import (
-    ROUTES,
-    CallerMiddleware,
-    ResponseLengths,
-    ask_or_refuse,
-    drafting_engine,
-    engine_of,
-    refused_if_busy,
-)
+from agentspec.server_ext.vllm_adapter.engine_calls import ask_or_refuse, drafting_engine, engine_of, refused_if_busy
+from agentspec.server_ext.vllm_adapter.response_lengths import ResponseLengths
+from agentspec.server_ext.vllm_adapter.senders import ROUTES, CallerMiddleware
 from agentspec.server_ext.vllm_adapter.speculative_config import what_drafts
 
 logger = logging.getLogger("vllm.agentspec")

@@ -24,16 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentspec.server_ext.figures.traces import steps_of
 from agentspec.server_ext.identity import FIGURES_HEADER
 from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
-from agentspec.server_ext.vllm_adapter.frontend import (
-    BATCH,
-    ask_engines,
-    engine_of,
-    path_of,
-    presented,
-    response_lengths_of,
-    tagger_of,
-    tokenizer_of,
-)
+from agentspec.server_ext.vllm_adapter.chats import tokenizer_of
+from agentspec.server_ext.vllm_adapter.engine_calls import ask_engines, engine_of, tagger_of
+from agentspec.server_ext.vllm_adapter.response_lengths import response_lengths_of
+from agentspec.server_ext.vllm_adapter.senders import BATCH, path_of, presented
 
 logger = logging.getLogger("vllm.agentspec")
 

@@ -41,9 +41,8 @@ class StepModel(Protocol):
     ``positions``: n, the most tokens it drafts. ``overlaps``: whether it runs in parallel to the host, so that
     launching it before the suffix index drafts saves time.
     ``choices``: None for a model that drafts for chosen rows only and can take and score proposals. A drafter of whole
-    batches can do neither. Its ``choices`` are the numbers of tokens that it can be asked for in this step, ascending.
-    They begin with RESTS if it may be left out. The time of the smallest number cannot be saved. A single 0 means that
-    it cannot run in this step.
+    batches can do neither. Its ``choices`` are the numbers of tokens that this step can ask for, ascending; the first
+    are computed in any case. RESTS comes first if the step may leave the model out. [0]: it cannot run in this step.
     """
 
     @property

@@ -10,7 +10,7 @@ from agentspec.server_ext.identity.callers import Presented
 
 
 @dataclass(frozen=True, slots=True)
-class AgentClient:
+class ClientHeaders:
     """Name the headers of one client, in lower case. Of several headers, the first that a request has counts.
 
     session: headers that name the session. parent: headers that name the session that started this one; a value equal
@@ -24,24 +24,24 @@ class AgentClient:
 
 
 CLIENTS = (
-    AgentClient(
+    ClientHeaders(
         "Dynamo",
         session=("x-dynamo-session-id",),
         parent=("x-dynamo-parent-session-id",),
         final=("x-dynamo-session-final",),
     ),
-    AgentClient(  # vLLM's own header, which OpenCode sends, too
+    ClientHeaders(  # vLLM's own header, which OpenCode sends, too
         "OpenCode",
         session=("x-session-id",),
         parent=("x-parent-session-id",),
         final=("x-session-final",),
     ),
-    AgentClient(
+    ClientHeaders(
         "Claude Code",
         session=("x-claude-code-agent-id", "x-claude-code-session-id"),
         parent=("x-claude-code-parent-agent-id", "x-claude-code-session-id"),
     ),
-    AgentClient(
+    ClientHeaders(
         "Codex",
         session=("thread-id", "session-id"),
         parent=("x-codex-parent-thread-id", "session-id"),

@@ -1,4 +1,4 @@
-"""Measure how many tokens a step gives each row. The row that gets fewest limits how long a step may take.
+"""Measure how many tokens a step gives each row. The lowest of these limits how long a step may take.
 
 A new row starts with the mean of all rows' first steps. So agents that send one request after the other need not start
 each with short drafts, and short answers that repeat nothing are still protected from long steps.

@@ -2,14 +2,18 @@
 
 Before an engine is made:
 
-``launch``              turns ``agentspec serve`` into ``vllm serve``: finds and adds options, runs vLLM's command line
+``launch``              turns ``agentspec serve`` into ``vllm serve``: checks and adds options, runs vLLM's command line
+``command_line``        finds options among the arguments
 ``speculative_config``  decides whether an engine drafts, by which method and with which options; says what drafts
 ``native_methods``      configures vLLM's own methods, beside which agentspec drafts
 ``draft_limit``         chooses the longest draft by model, and finds how many draft tokens a step has room for
 
 In the API server:
 
-``frontend``            writes identities into requests, and asks the engines for their figures
+``senders``             remembers who sends a request, and writes the identity into it
+``engine_calls``        asks the engines
+``response_lengths``    tells the engines how long responses are that stop texts may end
+``chats``               the tokenizer, and messages as chat templates take them
 ``shutdown``            gives engines time to save when a server is stopped, by whichever signal, and answers its
                         callers; ends engines whose parent was killed
 
@@ -21,8 +25,9 @@ In the engine core and its workers:
 ``draft_models``        runs speculators beside the suffix index, on all tensor-parallel ranks
 ``native_drafters``     runs the drafters of vLLM's own methods
 ``skipped_passes``      lets these drafters leave out forward passes, and make up for them later
-``cheap_steps``         keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens:
-                        work, buffers and CUDA graphs
+``cheap_steps``         keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens
+``grammar_bitmask``     keeps the bitmask of structured output small in the same way
+``cuda_graphs``         chooses CUDA graphs for rows with drafts of different lengths, or none
 ``sampling_faults``     corrects sampling that drafts would change
 ``cpu``                 makes verification cheaper on CPUs
 
@@ -48,16 +53,19 @@ from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter import (
     cheap_steps,
     cpu,
-    frontend,
+    cuda_graphs,
+    grammar_bitmask,
     native_methods,
+    response_lengths,
     runner,
     sampling_faults,
+    senders,
     shutdown,
     speculative_config,
 )
 from agentspec.server_ext.vllm_adapter.cpu import on_cpu
 from agentspec.server_ext.vllm_adapter.engine_builder import served_model_key
-from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id
+from agentspec.server_ext.vllm_adapter.engine_calls import RPC_METHOD, api_request_id
 from agentspec.server_ext.vllm_adapter.runner import worker_rpc
 from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 
@@ -209,9 +217,9 @@ _THINKING = "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder"
 PATCHES = (
     Patch("frontend", _ENGINE_ARGS, "create_speculative_config", speculative_config.create_speculative_config,
           "translates the user's speculative method, decides a draft limit that nobody gave"),
-    Patch("all", _CONFIG, "uniform_decode_query_len", cheap_steps.uniform_decode_query_len,
+    Patch("all", _CONFIG, "uniform_decode_query_len", cuda_graphs.uniform_decode_query_len,
           "full CUDA graphs are for steps without drafts", since=(0, 29)),
-    Patch("all", _CONFIG, "_set_cudagraph_sizes", cheap_steps.set_cudagraph_sizes,
+    Patch("all", _CONFIG, "_set_cudagraph_sizes", cuda_graphs.set_cudagraph_sizes,
           "adds graph sizes for steps with drafts"),
     Patch("all", _CONFIG, "use_v2_model_runner", native_methods.use_v2_model_runner,
           "agentspec drafts in the V1 model runner"),
@@ -223,15 +231,15 @@ PATCHES = (
           "input slots that vLLM's drafter adds"),
     Patch("all", _SPECULATIVE, "use_multi_module_mtp", native_methods.method_property,
           "as many modules as vLLM's drafter uses"),
-    Patch("frontend", _MIDDLEWARE, "__call__", frontend.authenticate,
+    Patch("frontend", _MIDDLEWARE, "__call__", senders.authenticate,
           "remembers who sent a request; lets the administrator's key pass to our routes", since=(0, 29)),
-    Patch("frontend", _OLD_MIDDLEWARE, "__call__", frontend.authenticate,
+    Patch("frontend", _OLD_MIDDLEWARE, "__call__", senders.authenticate,
           "remembers who sent a request; lets the administrator's key pass to our routes", until=(0, 28)),
-    Patch("frontend", _INPUTS, "__init__", frontend.init_input_processor,
+    Patch("frontend", _INPUTS, "__init__", senders.init_input_processor,
           "hands the sender on to the thread that prepares prompts; makes the object that tells callers apart"),
-    Patch("frontend", _INPUTS, "process_inputs", frontend.process_inputs,
+    Patch("frontend", _INPUTS, "process_inputs", senders.process_inputs,
           "writes the identity where the worker finds it"),
-    Patch("frontend", _OUTPUTS, "process_outputs", frontend.process_outputs,
+    Patch("frontend", _OUTPUTS, "process_outputs", response_lengths.process_outputs,
           "tells the engines where stop texts have ended responses"),
     Patch("frontend", "vllm.v1.engine.utils", "zmq_socket_ctx", shutdown.startup_socket,
           "lets a signal end a server whose engines start"),
@@ -241,9 +249,9 @@ PATCHES = (
           "gives engines time to save; by default vLLM gives none"),
     Patch("frontend", "vllm.v1.engine.async_llm:AsyncLLM", "shutdown", shutdown.shut_down_client,
           "tells requests that reached the engines too late to be aborted"),
-    Patch("engine core", _GRAMMARS, "grammar_bitmask", cheap_steps.grammar_bitmask,
+    Patch("engine core", _GRAMMARS, "grammar_bitmask", grammar_bitmask.grammar_bitmask,
           "allocates it for the drafts that there are", until=(0, 32)),
-    Patch("engine core", _GRAMMARS, "grammar_bitmask", cheap_steps.even_grammar_bitmask,
+    Patch("engine core", _GRAMMARS, "grammar_bitmask", grammar_bitmask.even_grammar_bitmask,
           "lays it out for the drafts that there are", since=(0, 33)),
     Patch("engine core", _SCHEDULER, "__init__", cheap_steps.init_scheduler,
           "fills no request up with placeholders of the longest draft"),
@@ -289,13 +297,13 @@ PATCHES = (
           "tells the engine core that nothing was drafted"),
     Patch("runner", _RUNNER, "take_draft_token_ids", cheap_steps.take_draft_token_ids,
           "hands no empty drafts to the scheduler"),
-    Patch("runner", _RUNNER, "uniform_decode_query_len", cheap_steps.configured_query_len,
+    Patch("runner", _RUNNER, "uniform_decode_query_len", cuda_graphs.configured_query_len,
           "recognises steps without drafts, and captures full graphs for them", adds=True),
-    Patch("runner", _GRAPHS, "uniform_decode_query_len", cheap_steps.configured_query_len,
+    Patch("runner", _GRAPHS, "uniform_decode_query_len", cuda_graphs.configured_query_len,
           "picks full graphs for steps without drafts", adds=True),
-    Patch("runner", _RUNNER, "_check_and_update_cudagraph_mode", cheap_steps.check_and_update_cudagraph_mode,
+    Patch("runner", _RUNNER, "_check_and_update_cudagraph_mode", cuda_graphs.check_and_update_cudagraph_mode,
           "captures full graphs for steps with drafts"),
-    Patch("runner", _RUNNER, "_build_attention_metadata", cheap_steps.build_attention_metadata,
+    Patch("runner", _RUNNER, "_build_attention_metadata", cuda_graphs.build_attention_metadata,
           "prepares the replay of full graphs with drafts as they were captured"),
     Patch("runner", _SAMPLER, "forward", sampling_faults.named_logprobs,
           "returns the log probabilities of logprob_token_ids; vLLM returns none, or ends the engine"),

@@ -16,7 +16,7 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from agentspec.server_ext.arctic_methods import METHODS, translate, with_model
 from agentspec.server_ext.figures.step_record import make_record
 from agentspec.server_ext.identity.callers import ApiKeysFile
 from agentspec.server_ext.identity.server_secrets import check_secrets
-from agentspec.server_ext.settings import ENVIRONMENT, Settings, json_object, load_settings
+from agentspec.server_ext.settings import ENVIRONMENT, Settings, load_settings
 from agentspec.server_ext.vllm_adapter import native_methods
+from agentspec.server_ext.vllm_adapter.command_line import CommandLine, plain_name
 from agentspec.server_ext.vllm_adapter.speculative_config import check_given_limit, own_config, with_underscores
 
 logger = logging.getLogger("vllm.agentspec")
@@ -56,8 +57,6 @@ OPTIONS = {
 """Settings that `agentspec serve` has options for."""
 _ALIKE = 0.87
 """Likeness from which on an argument may be a misspelt option: a letter more, less or changed."""
-_FILE = "--config"
-_LEAST_ABBREVIATION = len("--add")
 
 
 def serve_arguments(
@@ -128,7 +127,7 @@ def _warn_of_misspelt(line: "CommandLine") -> None:
     own = {f"--{name.replace('_', '-')}" for name in OPTIONS}
     names = {argument.partition("=")[0] for argument in line.rest if argument.startswith("--")}
     for name in sorted(names - own):
-        if meant := difflib.get_close_matches(_plain(name), own, 1, _ALIKE):
+        if meant := difflib.get_close_matches(plain_name(name), own, 1, _ALIKE):
             logger.warning("agentspec: %s goes to vLLM, since it is no option here; did you mean %s?", name, meant[0])
 
 
@@ -232,102 +231,6 @@ def _warn_of_password(url: str, option: str) -> None:
             "in the environment variable AGENTSPEC_STORE",
             option,
         )
-
-
-# --- Finding options in vLLM's command line
-
-
-class CommandLine:
-    """Hold the arguments of ``vllm serve`` and the options in its ``--config`` file.
-
-    rest: the arguments that were not taken.
-    """
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self.rest = list(arguments)
-        self._file: dict[str, Any] = {}
-        self._file = _read_file(self.value(_FILE))
-
-    def value(self, *names: str) -> Any:
-        """Return an option's last value in the arguments, which is vLLM's choice, else the file's, else None."""
-        values = [value for _, _, value in self._places(names)]
-        return values[-1] if values else self.in_file(*names)
-
-    def in_file(self, *names: str) -> Any:
-        """Return the file's value of an option; None where it has none."""
-        found = (self._file.get(name.lstrip("-")) for name in names)
-        return next((value for value in found if value is not None), None)
-
-    def spelling(self, name: str) -> str | None:
-        """Return how the arguments spell an option, None if it is not among them."""
-        places = self._places((name,))
-        return self.rest[places[0][0]].partition("=")[0] if places else None
-
-    def begins_with(self, prefix: str) -> str | None:
-        """Return the first option in the arguments or the file whose name begins with ``prefix``; None without one."""
-        return next((each for each in self._given() if _plain(each).startswith(prefix)), None)
-
-    def abbreviates(self, *names: str) -> bool:
-        """Return whether the arguments or the file abbreviate one of these options, which ``value`` does not see."""
-        given = {_plain(argument.partition("=")[0]) for argument in self._given() if argument.startswith("--")}
-        return any(name.startswith(each) and name != each != "--" for name in names for each in given)
-
-    def take_object(self, *names: str) -> dict[str, Any] | None:
-        """Remove an option from the arguments, and return the JSON object that it holds, else the file's.
-
-        If it was given several times, the last one counts, as for vLLM. Raises ConfigurationError for a value that is
-        not an object, and for dotted or abbreviated spellings, whose values agentspec would not see.
-        """
-        spelled = names[0]
-        for argument in self._given():
-            name = _plain(argument.partition("=")[0])
-            abbreviated = len(name) >= _LEAST_ABBREVIATION and spelled.startswith(name) and name != spelled
-            if abbreviated or name.startswith(tuple(f"{each}." for each in names)):
-                raise ConfigurationError(f"{argument}: give it in full, as {spelled} '{{…}}'")
-        given = self.value(*names)
-        for begin, end, _ in reversed(self._places(names)):
-            del self.rest[begin:end]
-        if given is None or isinstance(given, Mapping):
-            return None if given is None else dict(given)
-        return json_object(spelled, str(given))
-
-    def _given(self) -> list[str]:
-        """Return the arguments, then the names of the file's options, spelled as arguments."""
-        return [*self.rest, *(f"--{key}" for key in self._file)]
-
-    def _places(self, names: Sequence[str]) -> list[tuple[int, int, str]]:
-        """Return where these options are among the arguments: begin, end, and value of each."""
-        places = []
-        for i, argument in enumerate(self.rest):
-            name, equals, value = argument.partition("=")
-            if _plain(name) in names:
-                end = i + (1 if equals else 2)
-                places.append((i, end, value if equals else "".join(self.rest[i + 1 : end])))
-        return places
-
-
-def _plain(name: str) -> str:
-    """Return an option's name with dashes: vLLM takes underscores, too."""
-    begin, dot, rest = name.partition(".")
-    return begin.replace("_", "-") + dot + rest if name.startswith("--") else name
-
-
-def _read_file(path: Any) -> dict[str, Any]:
-    """Return a YAML file's options, with dashes. Any other or unreadable file has none: vLLM says what is wrong."""
-    if not path or not str(path).endswith((".yaml", ".yml")):
-        return {}
-    try:
-        import yaml  # vLLM needs it
-    except ImportError:  # so vLLM is missing, which `run_vllm` says
-        return {}
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return {_plain(f"--{key}")[2:]: value for key, value in found.items()} if isinstance(found, dict) else {}
-
-
-# --- Running vLLM's command line
 
 
 def run_vllm(arguments: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from agentspec.cache.arguments import MAX_VOCAB
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.server_ext.identity import BATCH_KEY, CALL_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, identify
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Repetition, Step
-from agentspec.server_ext.vllm_adapter.frontend import api_request_id
+from agentspec.server_ext.vllm_adapter.engine_calls import api_request_id
 
 _MASK_ROWS = 1024
 """Most rows of the bitmask of allowed tokens in a step, for all requests with structured output together. From vLLM
@@ -329,7 +329,7 @@ def repetition_of(params: Any) -> Repetition | None:
 
 
 def is_told_later(state: Any) -> bool:
-    """Return whether the API server will say how many tokens it returned (``frontend.process_outputs``).
+    """Return whether the API server will say how many tokens it returned (``response_lengths.process_outputs``).
 
     It will where stop texts may end a response, unless that has a single token: such a response is kept nowhere, so its
     length does not matter, and if its caller has left, vLLM may never send the token. state: vLLM's CachedRequestState.
