@@ -6,7 +6,7 @@ from pathlib import Path
 import agentspec
 
 ROOT = Path(agentspec.__file__).parent
-BASE = {"addresses", "awaiting", "draft_figures", "errors", "files", "identifiers", "json_lines"}
+BASE = {"addresses", "awaiting", "draft_figures", "errors", "files", "identifiers", "json_lines", "protocol"}
 ALLOWED = {
     "cache": BASE,
     "simulate": BASE | {"cache"},

@@ -42,7 +42,6 @@ from agentspec.cache.policy import MAX_DRAFT, DraftPolicy
 from agentspec.cache.running import BatchHandle, RequestSlots
 from agentspec.cache.types import (
     DEFAULT_MAX_BYTES,
-    MAX_PREDICTION,
     MAX_QUOTABLE,
     SOURCES,
     UNIT_NUMBERS,
@@ -60,6 +59,7 @@ from agentspec.cache.types import (
 )
 from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.identifiers import check_ids
+from agentspec.protocol import MAX_PREDICTION
 
 DEFAULT_WORK_SECONDS = 0.0005
 """CPU time that a step may spend on work beside its drafting, in seconds."""

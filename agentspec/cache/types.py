@@ -17,8 +17,6 @@ SOURCES = ("request", "session", "group", "global", "public", "sibling", "predic
 group or session that runs at the same time. "prediction": the response that the request's caller expects. "model":
 another drafter's token, merged by `SuffixCache.merge_drafts`. "quote": text that the response may quote."""
 
-MAX_PREDICTION = 16_384
-"""Most tokens of a prediction."""
 MAX_QUOTABLE = 65_536
 """Most tokens of the texts that a response may quote, such as a long prompt's text in several spellings."""
 

@@ -14,6 +14,7 @@ import typer
 from agentspec.addresses import without_secrets
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.files import create_private, replacing
+from agentspec.protocol import ROUTE
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -67,7 +68,7 @@ def server_at(url: str, headers: list[str] | None, seconds: float = _SECONDS) ->
         way: dict[str, Any] = {}
         if url.startswith(_UNIX):
             way["transport"] = httpx.HTTPTransport(uds=url.removeprefix(_UNIX))
-        with httpx.Client(base_url=root_of(url) + "/v1/agentspec", headers=sent, timeout=seconds, **way) as client:
+        with httpx.Client(base_url=root_of(url) + f"/v1/{ROUTE}", headers=sent, timeout=seconds, **way) as client:
             yield client
     except httpx.LocalProtocolError:  # its text quotes the value, which may be a key
         raise ConfigurationError(

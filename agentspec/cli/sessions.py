@@ -32,6 +32,7 @@ from agentspec.cli.server import (
 from agentspec.cli.tables import JsonOption, print_table
 from agentspec.errors import AgentSpecError, InvalidInputError, StoreUnavailableError
 from agentspec.identifiers import check_session_id, is_helper, to_path
+from agentspec.protocol import IMPORT_PART_BYTES
 
 _commands = typer.Typer(
     help="Sessions that a server keeps: list, show, export, import, erase; convert an old store.", no_args_is_help=True
@@ -43,8 +44,6 @@ _ALL = 1 << 62
 """More sessions than any server lists."""
 _EXPORT_SECONDS = 1800.0
 """Longest wait for an export, whose first byte comes when all is read: some 3,000 turns a second on a core."""
-_PART_BYTES = 4 << 20
-"""Bytes of turns that one call imports: the server takes twice that."""
 
 SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
 
@@ -244,7 +243,7 @@ def _newest(server: httpx.Client, limit: int) -> list[Any]:
 
 def _parts(exported: bytes) -> list[bytes]:
     """Return an exported session as bodies of calls that import it: the turns of a long one go a few at a time."""
-    if len(exported) <= _PART_BYTES:
+    if len(exported) <= IMPORT_PART_BYTES:
         return [exported]
     try:
         session = json.loads(exported)
@@ -254,7 +253,7 @@ def _parts(exported: bytes) -> list[bytes]:
     parts: list[list[str]] = []
     size = 0
     for turn in turns:
-        if not parts or size + len(turn) > _PART_BYTES:
+        if not parts or size + len(turn) > IMPORT_PART_BYTES:
             parts.append([])
             size = 0
         parts[-1].append(turn)

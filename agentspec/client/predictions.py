@@ -8,12 +8,12 @@ from typing import Any
 
 from agentspec.client.messages import encodable
 from agentspec.errors import InvalidInputError
+from agentspec.protocol import MAX_PREDICTION
 
 _LEAST_TEXT = 200  # characters: no shorter answer is worth a prediction
 _LEAST_PART = 0.5  # least share of an edit's tokens that were in the answer before it
 _PAIRS = 2  # most of the latest edits that are looked at
 _LONGEST = 2_000  # most tokens of an answer that are looked at
-_MOST_BYTES = 16_384  # longest automatic prediction; servers refuse one of more tokens than this
 
 
 _REFUSED: dict[str, Callable[[Any], object]] = {
@@ -66,7 +66,7 @@ def likely_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:
     parts = [kept_part(before, after) for before, after in pairwise(texts)]
     if sum(parts) / len(parts) < _LEAST_PART:
         return None
-    return texts[-1].encode()[:_MOST_BYTES].decode(errors="ignore")
+    return texts[-1].encode()[:MAX_PREDICTION].decode(errors="ignore")  # bytes, because no token is shorter
 
 
 def kept_part(before: str, after: str) -> float:

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 from agentspec.client.messages import as_sent, encodable, shown
 from agentspec.client.request import TIMEOUT_S, salt_headers
 from agentspec.errors import InvalidInputError
-
-_BODY_BYTES = 4 << 20  # most bytes of texts in one request; servers take 8 MiB
-_BODY_TEXTS = 1 << 15  # most texts that servers take in one request
+from agentspec.protocol import IMPORT_PART_BYTES, MAX_IMPORT_TURNS
 
 
 class Priming(NamedTuple):
@@ -33,7 +31,7 @@ def prime_texts(texts: Sequence[str | Path], cache_salt: str | None) -> Iterator
     size = 0
     for text in map(_read, texts):
         length = len(json.dumps(text, ensure_ascii=False).encode())  # JSON's escapes count in a body's limit, too
-        if part and (size + length > _BODY_BYTES or len(part) == _BODY_TEXTS):
+        if part and (size + length > IMPORT_PART_BYTES or len(part) == MAX_IMPORT_TURNS):
             yield _request({"texts": part}, cache_salt)
             part, size = [], 0
         part.append(text)
@@ -53,7 +51,7 @@ def prime_resumed(messages: Sequence[Mapping[str, Any]], cache_salt: str | None)
 
     A call waits for it, so it has a short timeout, no retries, and no long text.
     """
-    if len(json.dumps(messages)) > _BODY_BYTES:  # the text comes with the call anyway
+    if len(json.dumps(messages)) > IMPORT_PART_BYTES:  # the text comes with the call anyway
         return
     for body, options in prime_history(messages, cache_salt):
         yield Priming(body, {**options, "params": {"only_new": True}, "timeout": TIMEOUT_S, "max_retries": 0})

@@ -17,9 +17,10 @@ from agentspec.client.history.conversation import Conversation
 from agentspec.client.messages import Content, as_messages, as_sent, shown
 from agentspec.client.option_checks import check_headers, check_mapping, check_retries, check_timeout
 from agentspec.client.predictions import as_prediction, check_predict, likely_answer, openai_refuses
-from agentspec.client.session_naming import EXTENSION, FIGURES_HEADER, NAMINGS, SessionTags, spelled_here
+from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags, spelled_here
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.identifiers import to_header, to_path
+from agentspec.protocol import FIGURES_HEADER, ROUTE, SALT_HEADER
 
 Speculating: TypeAlias = bool | Literal["summary", "detailed"]
 """The client's option `speculation`; True is "summary"."""
@@ -27,10 +28,8 @@ Speculating: TypeAlias = bool | Literal["summary", "detailed"]
 ResponseFormat: TypeAlias = type[ParsedT] | Mapping[str, object] | None
 """Type of `response_format`: a pydantic model, the API's own format, or None."""
 
-SALT_HEADER = "X-Cache-Salt"
-"""Header that gives a session's cache salt to the extension."""
 MODELS_PATH = "/models"
-PROBE_PATH = "/agentspec"
+PROBE_PATH = f"/{ROUTE}"
 """Path below the base URL that only a server with the extension has."""
 TIMEOUT_S = 2.0
 """Timeout of a query to the extension, in seconds."""

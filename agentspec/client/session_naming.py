@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from agentspec.identifiers import to_header
+from agentspec.protocol import FIGURES_HEADER, PARENT_HEADER, SESSION_HEADER
 
 SessionTags: TypeAlias = Literal[
     "auto", "header", "body", "off", "vllm", "sglang", "dynamo", "aibrix", "openai", "litellm"
@@ -49,26 +50,25 @@ class SessionNaming:
             request["extra_body"] = body
 
 
-_HEADERS = SessionNaming("X-Session-ID", "X-Parent-Session-ID")
+_HEADERS = SessionNaming(SESSION_HEADER, PARENT_HEADER)
 
 NAMINGS: dict[str, SessionNaming] = {
     "auto": _HEADERS,
     "header": _HEADERS,
     "body": SessionNaming(body="session_id", xargs=True),
     "off": SessionNaming(),
-    "vllm": SessionNaming("X-Session-ID", body="session_id"),
+    "vllm": SessionNaming(SESSION_HEADER, body="session_id"),
     "sglang": SessionNaming("X-SMG-Routing-Key"),
     "dynamo": SessionNaming("X-Dynamo-Session-ID", "X-Dynamo-Parent-Session-ID"),
-    "aibrix": SessionNaming("X-Session-ID"),
+    "aibrix": SessionNaming(SESSION_HEADER),
     "openai": SessionNaming(body="prompt_cache_key", longest=64, predictions=True),
     "litellm": SessionNaming("x-litellm-session-id"),
 }
 """Namings by the client's option `session_tags`. Another server needs a line here and in SessionTags."""
 
-FIGURES_HEADER = "X-Agentspec-Figures"
 """Header that asks the extension for figures in its response: summary or detailed."""
 
-EXTENSION = SessionNaming("X-Session-ID", "X-Parent-Session-ID", body="session_id", xargs=True, predictions=True)
+EXTENSION = SessionNaming(SESSION_HEADER, PARENT_HEADER, body="session_id", xargs=True, predictions=True)
 """Naming of "auto" once the server is known to have the extension. The body has the ids unencoded, and the group."""
 
 _SPELLINGS = {

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from agentspec.cache import SOURCES, SuffixCache
-from agentspec.cache.types import MAX_PREDICTION, MAX_QUOTABLE
+from agentspec.cache.types import MAX_QUOTABLE
 from agentspec.errors import InvalidInputError, InvalidTokenError
+from agentspec.protocol import MAX_PREDICTION
 
 PROMPT = [1, 2, 3, 4, 5]
 EXPECTED = list(range(100, 400))

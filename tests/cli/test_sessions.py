@@ -196,7 +196,7 @@ def test_a_long_file_that_lacks_fields_is_refused_by_them(
     sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any], field: str
 ) -> None:
     """It must not be called no JSON, nor accepted without turns."""
-    monkeypatch.setattr("agentspec.cli.sessions._PART_BYTES", 4)
+    monkeypatch.setattr("agentspec.cli.sessions.IMPORT_PART_BYTES", 4)
     file = tmp_path / "some.json"
     file.write_text(json.dumps(content))
     status, printed = sessions("import", "copy", str(file))
@@ -207,13 +207,13 @@ def test_a_session_that_is_too_long_for_one_call_goes_in_parts(
     sessions: Sessions, server: Server, long_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = long_file.stat().st_size // 3
-    monkeypatch.setattr("agentspec.cli.sessions._PART_BYTES", part)
-    monkeypatch.setattr("agentspec.server_ext.api.imports._MAX_BODY", 2 * part)
+    monkeypatch.setattr("agentspec.cli.sessions.IMPORT_PART_BYTES", part)
+    monkeypatch.setattr("agentspec.server_ext.api.imports.MAX_IMPORT_BYTES", 2 * part)
     refused = server.call(BOB, "PUT", "copy", content=long_file.read_bytes())
     assert refused.status_code == 413 and "agentspec sessions import" in refused.text
     assert "7 of 7 turns added" in sessions("import", "copy", str(long_file), key=BOB)[1]
     assert "0 of 7 turns added" in sessions("import", "copy", str(long_file), key=BOB)[1]
-    monkeypatch.setattr("agentspec.server_ext.api.imports._MAX_BODY", part // 4)
+    monkeypatch.setattr("agentspec.server_ext.api.imports.MAX_IMPORT_BYTES", part // 4)
     assert "each turn or text has to fit" in sessions("import", "copy", str(long_file), key=BOB)[1]
     exported = [server.call(key, "GET", name).json()["turns"] for key, name in ((ADA, "long"), (BOB, "copy"))]
     assert exported[0] == exported[1]
@@ -222,7 +222,7 @@ def test_a_session_that_is_too_long_for_one_call_goes_in_parts(
 def test_an_import_in_parts_that_fails_names_the_turn_and_what_was_added(
     sessions: Sessions, server: Server, long_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.cli.sessions._PART_BYTES", long_file.stat().st_size // 3)
+    monkeypatch.setattr("agentspec.cli.sessions.IMPORT_PART_BYTES", long_file.stat().st_size // 3)
     whole = json.loads(long_file.read_text())
 
     def spoilt(turn: int, **changes: Any) -> str:

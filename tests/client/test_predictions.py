@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentspec import AgentClient, AsyncAgentClient, Budget, InvalidInputError
-from agentspec.cache.types import MAX_PREDICTION
 from agentspec.client.predictions import kept_part, likely_answer
+from agentspec.protocol import MAX_PREDICTION
 
 from .fake_server import FakeServer
 

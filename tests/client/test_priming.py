@@ -40,12 +40,12 @@ def test_a_session_and_files_are_primed(server: FakeServer, tmp_path: Path) -> N
 
 
 def test_many_texts_come_in_several_requests(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.client.priming._BODY_BYTES", 100)
+    monkeypatch.setattr("agentspec.client.priming.IMPORT_PART_BYTES", 100)
     texts = [f"{i}" * 40 for i in range(7)]
     with connect(server) as client:
         assert client.session("s").prime(texts) == 7
     assert [len(request.body["texts"]) for request in primings(server)] == [2, 2, 2, 1]
-    monkeypatch.setattr("agentspec.client.priming._BODY_TEXTS", 3)
+    monkeypatch.setattr("agentspec.client.priming.MAX_IMPORT_TURNS", 3)
     with connect(server) as client:
         assert client.session("short").prime([str(i) for i in range(7)]) == 7
     assert [len(request.body["texts"]) for request in primings(server)[4:]] == [3, 3, 1]
@@ -54,7 +54,7 @@ def test_many_texts_come_in_several_requests(server: FakeServer, monkeypatch: py
 def test_a_request_is_as_short_as_servers_take_it_also_in_json(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.client.priming._BODY_BYTES", 100)
+    monkeypatch.setattr("agentspec.client.priming.IMPORT_PART_BYTES", 100)
     with connect(server) as client:
         assert client.session("s").prime(["\x1b" * 10] * 3) == 3
     assert [len(request.body["texts"]) for request in primings(server)] == [1, 1, 1], "62 bytes each, as JSON"
@@ -90,7 +90,7 @@ async def test_a_server_that_cannot_be_reached_is_no_server_without_the_extensio
 def test_nothing_is_sent_of_a_list_with_a_file_that_cannot_be_read(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.client.priming._BODY_BYTES", 10)  # each text is a request
+    monkeypatch.setattr("agentspec.client.priming.IMPORT_PART_BYTES", 10)  # each text is a request
     with connect(server) as client, pytest.raises(InvalidInputError, match="missing"):
         client.session("s").prime(["some text", "more text", tmp_path / "missing"])
     assert not primings(server)

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
 from agentspec.cache import SOURCES
-from agentspec.cache.types import MAX_PREDICTION
+from agentspec.protocol import MAX_PREDICTION
 from agentspec.server_ext.api.predictions import read_prediction
 from agentspec.server_ext.identity import IDENTITY_KEY, PREDICTION_KEY, RequestTagger
 from agentspec.server_ext.identity.callers import Presented

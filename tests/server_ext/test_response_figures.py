@@ -12,9 +12,9 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 
+from agentspec.protocol import FIGURES_HEADER
 from agentspec.server_ext.api import response_figures
 from agentspec.server_ext.api.response_figures import _as_text
-from agentspec.server_ext.identity import FIGURES_HEADER
 from agentspec.server_ext.identity.callers import Presented
 from agentspec.server_ext.vllm_adapter.senders import presented
 

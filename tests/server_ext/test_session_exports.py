@@ -18,8 +18,8 @@ import pytest
 from fastapi import HTTPException
 
 from agentspec.cache.store import NewEntry, TurnRecord, encode, open_store
-from agentspec.client import priming
 from agentspec.errors import StoreUnavailableError
+from agentspec.protocol import MAX_IMPORT_BYTES, MAX_IMPORT_TURNS
 from agentspec.server_ext import session_admin
 from agentspec.server_ext.api import imports, session_routes
 from tests.server_ext.fuzz import fuzz
@@ -233,7 +233,7 @@ class TestExportAndImport:
 
         salts: whether each body comes with a salt of its own, which makes another principal of the same caller.
         """
-        monkeypatch.setattr(imports, "_MAX_BODY", 1000)
+        monkeypatch.setattr(imports, "MAX_IMPORT_BYTES", 1000)
         monkeypatch.setattr(imports, "_BODIES_OF_ALL", bodies_of_all)
         server = start(ADA, BOB, engines=1)
         release = hold_slow_texts(server)
@@ -283,7 +283,7 @@ class TestExportAndImport:
         assert len(server.call(ADA, "GET", "copy").json()["turns"]) == 1000
 
     def test_a_body_without_end_is_refused(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(imports, "_MAX_BODY", 1000)
+        monkeypatch.setattr(imports, "MAX_IMPORT_BYTES", 1000)
         assert start(ADA).call(ADA, "PUT", "copy", content=b" " * 1001).status_code == 413
 
     def test_a_caller_that_leaves_within_its_body_is_no_error_of_the_server(self, start: Start) -> None:
@@ -389,12 +389,11 @@ def test_of_many_short_turns_or_texts_no_more_are_read_than_fit_into_memory(fiel
         session_routes._parse(json.dumps({"version": 1, field: ["a"] * count}).encode())
 
     with pytest.raises(HTTPException) as refused:
-        parse(imports.MAX_TURNS + 1)
+        parse(MAX_IMPORT_TURNS + 1)
     assert (refused.value.status_code, refused.value.detail[:5]) == (400, field)
     assert "at most 32768 are taken at once" in refused.value.detail
     if field == "texts":
-        parse(imports.MAX_TURNS)
-        assert priming._BODY_TEXTS <= imports.MAX_TURNS, "or the SDK's requests are refused"
+        parse(MAX_IMPORT_TURNS)
 
 
 def with_turn(body: Any, **changes: Any) -> Any:
@@ -410,7 +409,7 @@ def test_fuzzed_exports_requests_settings_and_key_files_are_used_or_refused() ->
 
 @pytest.mark.parametrize("item", ["-1,", "1,", '"x",', "[],", "{},"])
 def test_the_largest_import_takes_memory_in_proportion(item: str) -> None:
-    count = imports._MAX_BODY // 8 // len(item)
+    count = MAX_IMPORT_BYTES // 8 // len(item)
     body = '{"version": 1, "id": "s", "log": "x", "turns": [{"prompt": [' + item * count + "0]}]}"
     tracemalloc.start()
     with pytest.raises(HTTPException, match="turns"):

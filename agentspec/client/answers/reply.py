@@ -18,11 +18,9 @@ from typing_extensions import TypeVar
 from agentspec.client.messages import assistant_message, encodable
 from agentspec.draft_figures import DecodeStep, DraftedToken, DraftRates
 from agentspec.errors import AgentSpecError
+from agentspec.protocol import FIGURES
 
 ParsedT = TypeVar("ParsedT", default=None)
-
-FIGURES = "agentspec"
-"""Field of a response, or of a stream's last chunk, that has the extension's figures."""
 
 
 @dataclass(frozen=True, slots=True)

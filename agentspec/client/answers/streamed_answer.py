@@ -13,8 +13,9 @@ import pydantic
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from agentspec.client.answers.reply import FIGURES, content_text, held
+from agentspec.client.answers.reply import content_text, held
 from agentspec.errors import AgentSpecError
+from agentspec.protocol import FIGURES
 
 
 class StreamedAnswer:

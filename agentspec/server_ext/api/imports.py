@@ -15,13 +15,11 @@ from weakref import WeakValueDictionary
 from fastapi import HTTPException, Request
 from starlette.requests import ClientDisconnect
 
+from agentspec.protocol import MAX_IMPORT_BYTES
+
 T = TypeVar("T")
 
 _THREADS = 4
-_MAX_BODY = 8 * 1024 * 1024
-"""Longest body, in bytes: about a million tokens. Parsed, a body that is made to take memory takes 25 times as much."""
-MAX_TURNS = 1 << 15
-"""Most turns or texts in a body. Each takes 1.5 KB while it is read, and time in the store's thread, however short."""
 _BODIES_OF_ONE, _BODIES_OF_ALL = 4, 16
 """How many of the longest bodies may wait at once, of one caller and of all."""
 
@@ -40,16 +38,17 @@ class Imports:
 
         caller: `Identity.caller`, so that salts do not make a caller several.
 
-        Raises HTTPException: 413 once it is longer than _MAX_BODY, 400 where it is cut off, and 429 where too many
-        bodies wait already.
+        Raises HTTPException: 413 once it is longer than MAX_IMPORT_BYTES, 400 where it is cut off, and 429 where too
+        many bodies wait already.
         """
         body = bytearray()
         try:
             async for part in request.stream():
                 body += part
                 self._held[caller] += len(part)
-                if len(body) > _MAX_BODY:
-                    why = f"body: at most {_MAX_BODY} bytes are taken at once; each turn or text has to fit into that"
+                if len(body) > MAX_IMPORT_BYTES:
+                    most = f"at most {MAX_IMPORT_BYTES} bytes are taken at once"
+                    why = f"body: {most}; each turn or text has to fit into that"
                     how = "`agentspec sessions import` sends the turns of a long export a part at a time"
                     raise HTTPException(status_code=413, detail=f"{why}. {how}")
                 self._refuse_if_full(caller)
@@ -68,8 +67,8 @@ class Imports:
 
     def _refuse_if_full(self, caller: str | None) -> None:
         """Raise 429 where the caller's bodies, or those of all, take more memory than they may."""
-        own = self._held[caller] > _BODIES_OF_ONE * _MAX_BODY
-        if own or self._held.total() > _BODIES_OF_ALL * _MAX_BODY:
+        own = self._held[caller] > _BODIES_OF_ONE * MAX_IMPORT_BYTES
+        if own or self._held.total() > _BODIES_OF_ALL * MAX_IMPORT_BYTES:
             whose = "of yours" if own else "of all callers"
             why = f"body: imports {whose} wait that take all the memory for them; try again in a few seconds"
             raise HTTPException(status_code=429, detail=why, headers={"Retry-After": "5"})

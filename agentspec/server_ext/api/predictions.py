@@ -10,8 +10,8 @@ vLLM ignores the field. Here it becomes tokens, and the request, and no other, d
 import json
 from typing import Any
 
-from agentspec.cache.types import MAX_PREDICTION
 from agentspec.errors import InvalidInputError
+from agentspec.protocol import MAX_PREDICTION
 from agentspec.server_ext.api.session_texts import encode_text
 
 _LONGEST_TOKEN = 64  # characters that a token has at most, on average over a text that fits

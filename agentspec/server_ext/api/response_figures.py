@@ -21,8 +21,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agentspec.protocol import FIGURES, FIGURES_HEADER
 from agentspec.server_ext.figures.traces import steps_of
-from agentspec.server_ext.identity import FIGURES_HEADER
 from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.vllm_adapter.chats import tokenizer_of
 from agentspec.server_ext.vllm_adapter.engine_calls import ask_engines, engine_of, tagger_of
@@ -31,7 +31,6 @@ from agentspec.server_ext.vllm_adapter.senders import BATCH, path_of, presented
 
 logger = logging.getLogger("vllm.agentspec")
 
-FIELD = "agentspec"
 
 _PATHS = ("/v1/chat/completions", BATCH, "/v1/completions")
 _WAIT_SECONDS = 5.0
@@ -180,7 +179,7 @@ class _Response:
         figures = await self._figures(answer)
         if figures is not None:
             self._add_usage(answer, figures)
-            shown = {**answer, FIELD: figures} if self._asked else answer
+            shown = {**answer, FIGURES: figures} if self._asked else answer
             self._body = json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode()
         length = (b"content-length", str(len(self._body)).encode())
         start["headers"] = [*(item for item in start["headers"] if item[0] != length[0]), length]
@@ -202,7 +201,7 @@ class _Response:
         if figures is None or self._first is None:
             return body
         kept = {key: self._first[key] for key in ("id", "object", "created", "model") if key in self._first}
-        chunk = json.dumps({**kept, "choices": [], FIELD: figures}, ensure_ascii=False, separators=(",", ":"))
+        chunk = json.dumps({**kept, "choices": [], FIGURES: figures}, ensure_ascii=False, separators=(",", ":"))
         return body.removesuffix(_END_OF_STREAM) + b"data: " + chunk.encode() + b"\n\n" + _END_OF_STREAM
 
     def _add_usage(self, answer: dict[str, Any], figures: dict[str, Any]) -> None:

@@ -33,7 +33,8 @@ from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.identifiers import from_header
 from agentspec.json_lines import why_refused
-from agentspec.server_ext.api.imports import MAX_TURNS, Imports
+from agentspec.protocol import MAX_IMPORT_TURNS, SALT_HEADER
+from agentspec.server_ext.api.imports import Imports
 from agentspec.server_ext.api.path_ids import any_id
 from agentspec.server_ext.api.request_bodies import forget_quotable
 from agentspec.server_ext.api.session_texts import FormatVersion, SessionTexts, turns_of
@@ -63,7 +64,6 @@ def _refuse_other_sites(request: Request) -> None:
 
 router = APIRouter(prefix=f"{ROUTES}/sessions", dependencies=[Depends(_refuse_other_sites)])
 
-_SALT_HEADER = "X-Cache-Salt"
 _KEY = re.compile("[0-9a-f]{32}")
 _LONGEST_LIST = 1_000
 _GIVE_EXPORT = "give what `agentspec sessions export` wrote"
@@ -222,7 +222,7 @@ def _identity(engine: Any, session_id: str, *, write: bool = False) -> Identity:
 
 
 def _salt(sender: Presented | None) -> str | None:
-    return next(map(from_header, () if sender is None else sender.all(_SALT_HEADER)), None)
+    return next(map(from_header, () if sender is None else sender.all(SALT_HEADER)), None)
 
 
 async def _run(engine: Any, owner: Identity, what: str, *args: Any, engines: Sequence[int] | None = None) -> list[Any]:
@@ -307,9 +307,9 @@ def _check_count(given: Any) -> None:
     """Raise 400 for more turns or texts than an import may have."""
     for field in ("turns", "texts"):
         items = given.get(field) if isinstance(given, dict) else None
-        if isinstance(items, list) and len(items) > MAX_TURNS:
+        if isinstance(items, list) and len(items) > MAX_IMPORT_TURNS:
             how = "send the others in further calls, which add to the session"
-            raise _refused(f"{field}: at most {MAX_TURNS} are taken at once, not {len(items)}; {how}")
+            raise _refused(f"{field}: at most {MAX_IMPORT_TURNS} are taken at once, not {len(items)}; {how}")
 
 
 def _tokenised(given: ExportedSession | SessionTexts, engine: Any, session_id: str, log: str) -> ExportedSession:

@@ -6,6 +6,7 @@ A client that is not known yet needs a line in ``CLIENTS`` and nothing else.
 from dataclasses import dataclass
 
 from agentspec.identifiers import from_header
+from agentspec.protocol import PARENT_HEADER, SESSION_HEADER
 from agentspec.server_ext.identity.callers import Presented
 
 
@@ -32,8 +33,8 @@ CLIENTS = (
     ),
     ClientHeaders(  # vLLM's own header, which OpenCode sends, too
         "OpenCode",
-        session=("x-session-id",),
-        parent=("x-parent-session-id",),
+        session=(SESSION_HEADER.lower(),),
+        parent=(PARENT_HEADER.lower(),),
         final=("x-session-final",),
     ),
     ClientHeaders(

@@ -21,6 +21,7 @@ from typing import Any
 from agentspec.cache import SCOPES, Scope
 from agentspec.errors import InvalidSessionError
 from agentspec.identifiers import MAX_ID_LENGTH, check_session_id
+from agentspec.protocol import FIGURES_HEADER, SESSION_HEADER
 from agentspec.server_ext.identity.agent_headers import agent_session
 from agentspec.server_ext.identity.callers import NOBODY, Callers, Presented
 
@@ -44,8 +45,6 @@ CALL_KEY = "agentspec_call"
 """Key in ``extra_args`` of the name that tells an API call from others with the same id (`Presented.call`)."""
 BATCH_KEY = "agentspec_batch"
 """Key in ``extra_args`` of a request that is one of several chats of an API call (`Presented.batch`)."""
-FIGURES_HEADER = "x-agentspec-figures"
-"""Header that asks for figures in the response: summary, or detailed, with the sources of the tokens."""
 
 _OUR_KEYS = (IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, CALL_KEY, BATCH_KEY)  # which callers cannot set
 _ALL_CALLERS = "all callers"
@@ -210,7 +209,7 @@ def _shown_by(presented: Presented) -> dict[str, Any]:
         shown[PREDICTION_KEY] = list(presented.prediction)
     if presented.quotable:
         shown[QUOTABLE_KEY] = presented.quotable
-    if presented.all(FIGURES_HEADER)[:1] == ["detailed"]:
+    if presented.all(FIGURES_HEADER.lower())[:1] == ["detailed"]:
         shown[DETAIL_KEY] = True
     return shown
 
@@ -220,8 +219,8 @@ def _read_headers(extra: dict[str, Any], presented: Presented | None) -> None:
     found = agent_session(presented)
     if presented is None or found is None:
         return
-    by_body = extra.get(SESSION_KEY)
-    if by_body is not None and by_body not in (found.session, *_as_vllm_reads(presented.all("x-session-id")[:1])):
+    by_body, by_header = extra.get(SESSION_KEY), presented.all(SESSION_HEADER.lower())[:1]
+    if by_body is not None and by_body not in (found.session, *_as_vllm_reads(by_header)):
         return
     extra[SESSION_KEY] = found.session
     if found.parent is not None:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
+from agentspec.protocol import ROUTE
 from agentspec.server_ext.identity import SESSION_KEY, RequestTagger
 from agentspec.server_ext.identity.callers import Callers, Presented, shows_admin_key
 from agentspec.server_ext.identity.server_secrets import check_secrets, server_secret
@@ -21,7 +22,7 @@ from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 
 logger = logging.getLogger("vllm.agentspec")
 
-ROUTES = "/v1/agentspec"
+ROUTES = f"/v1/{ROUTE}"
 """Path under which agentspec's HTTP routes lie."""
 BATCH = "/v1/chat/completions/batch"
 """Path of vLLM's route for several chats in one call."""
