@@ -133,6 +133,21 @@ def test_a_full_server_can_still_be_erased_from_and_trimmed(store: RedisStore, s
         raw(store).config_set("maxmemory", "0")
 
 
+def test_a_server_that_was_full_before_its_first_turn_reads_as_empty(store: RedisStore) -> None:
+    redis = raw(store)
+    redis.config_set("maxmemory", "1mb")
+    try:
+        assert (list(store.read(NS)), list(store.sessions(NS)), store.newest(NS)) == ([], [], "")
+        assert store.erase_session(NS, "a").complete
+        with pytest.raises(StoreUnavailableError, match="is full"):
+            store.append(NS, [NewEntry("a", b"1")])
+    finally:
+        redis.config_set("maxmemory", "0")
+    store.append(NS, [NewEntry("a", b"1")])
+    assert [entry.payload for entry in store.read(NS, session="a")] == [b"1"]
+    assert redis.get(f"{store.prefix}:shards") == b"1"
+
+
 def test_a_replica_counts_as_away(store: RedisStore) -> None:
     store.command("REPLICAOF", "127.0.0.1", "1")
     try:

@@ -144,6 +144,23 @@ def test_sentinels_with_a_password_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.store
+def test_a_url_of_another_form_is_told_with_the_one_to_write() -> None:
+    with RedisClusterServers() as servers, RedisServer() as single:
+        for database in (0, 1):
+            node = open_store(f"redis://127.0.0.1:{servers.servers[0].port}/{database}")
+            with pytest.raises(
+                StoreUnavailableError, match=r"node of a Cluster.*begin the store URL with redis\+cluster://"
+            ):
+                for number in range(9):  # it has the keys of some
+                    node.append(f"{NS}{number}", [NewEntry("s", b"1")])
+            node.close()
+        cluster = open_store(f"redis+cluster://127.0.0.1:{single.port}")
+        with pytest.raises(StoreUnavailableError, match="single server: begin the store URL with redis://"):
+            cluster.ping()
+        cluster.close()
+
+
+@pytest.mark.store
 @pytest.mark.parametrize("shards", [1, 4])
 def test_a_cluster_spreads_logs_over_its_nodes(shards: int) -> None:
     with RedisClusterServers() as servers:

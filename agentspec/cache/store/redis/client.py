@@ -18,6 +18,7 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ClusterError,
+    MovedError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
@@ -43,6 +44,8 @@ _PASSING_TYPES = (AskError, ClusterError, TryAgainError)
 _FULL = "the server is full: raise its maxmemory, or keep less with the settings retention_days and retention_bytes"
 _FOREIGN = "another program has put a value of its own there; rename it or remove it"
 _REPLICA = "give the store URL of its master, or of the Sentinels"
+_OF_CLUSTER = "SELECT is not allowed in cluster mode"
+_NO_CLUSTER = "Cluster mode is not enabled"
 _SENTINEL_PASSWORD = "check AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD"
 # refusals without an error type of their own; the last one is for a long command of a user who gave no password
 _REFUSED = ("user executing the script", "ACL failure in script", "unauthenticated ")
@@ -181,6 +184,9 @@ class RedisClient:
                 raise StoreError(f"{self.shown}: WRONGTYPE of {where}: {_FOREIGN}") from None
             if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
                 raise StoreUnavailableError(f"{self.shown}: READONLY, it is a replica; {_REPLICA}") from None
+            if self._address.form == "server" and (isinstance(error, MovedError) or _OF_CLUSTER in str(error)):
+                why = "it is a node of a Cluster, which has database 0 only; begin the store URL with redis+cluster://"
+                raise StoreUnavailableError(f"{self.shown}: {why}") from None
             passing = isinstance(error, _PASSING_TYPES) or any(text in str(error) for text in _PASSING)
             raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
         except MasterNotFoundError as error:
@@ -189,6 +195,8 @@ class RedisClient:
             fault = self._tls_fault(str(error))
             why = f"{self.shown}: {fault}" if fault else self._explain(error)
             remedy = scheme_remedy(str(error), self._address.tls is not None)
+            if self._address.form == "cluster" and _NO_CLUSTER in str(error):
+                remedy += "; it is a single server: begin the store URL with redis:// or rediss://"
             raise StoreUnavailableError(f"{why}{remedy}") from None
 
     def _connected(self) -> Any:

@@ -330,7 +330,13 @@ class RedisStore:
         if not self._shards_checked:
             key = f"{self.prefix}:shards"
             if self.command("GET", key) is None:
-                self.command("SET", key, self._layout.shards if self._index.is_new() else 1, "NX")
+                is_new = self._index.is_new()
+                try:
+                    self.command("SET", key, self._layout.shards if is_new else 1, "NX")
+                except StoreUnavailableError:
+                    if not is_new:
+                        raise
+                    return  # it is full, or a replica, and has nothing yet: there is nothing to read
             self.check_shards()
             self._shards_checked = True
         if not self._converting and self.command("EXISTS", f"{{{self.prefix}:{namespace}}}:log"):

@@ -121,11 +121,12 @@ def store_errors(name: str) -> Iterator[None]:
         yield
     except (sqlite3.OperationalError, OSError) as error:
         reason: object = error
+        code = getattr(error, "sqlite_errorcode", None)
         if isinstance(error, OSError) and str(error.filename).endswith(name):
             reason = error.strerror
-        elif getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_IOERR_SHMSIZE:
-            reason = "database or disk is full"  # it has no room for the memory that the log's users share
-        elif getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_CANTOPEN and (why := open_files_remedy()):
+        elif code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE):  # the latter: for what processes share
+            reason = "database or disk is full; make room on the disk"
+        elif code == sqlite3.SQLITE_CANTOPEN and (why := open_files_remedy()):
             reason = why  # SQLite says "unable to open database file" alone
         raise StoreUnavailableError(f"{name}: {reason}{_limit_reached(name, error)}") from error
     except sqlite3.DatabaseError as error:
