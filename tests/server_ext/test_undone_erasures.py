@@ -41,7 +41,7 @@ def looked(replica: Replica) -> None:
     """Wait until the replica has looked for lost erasures since the failure, and has had them repeated."""
     follower = replica.persistence._follower
     assert follower is not None
-    wait_until(lambda: follower._look_at > 0 and not follower._unsure)
+    wait_until(lambda: follower._lost.look_at > 0 and not follower._lost.unsure)
     follower.settle(20.0)
 
 
@@ -70,7 +70,7 @@ def test_an_erasure_that_the_store_lost_is_repeated(start: Start, server: RedisS
     assert held(b.store, "stays") == 1
     b.wait(lambda: not b.drafts(text(100, 5), "gone"))
     a.wait(lambda: not a.drafts(text(100, 5), "gone"))
-    for replica in (a, b):  # both know of the erasure, and what is said before the later repetition goes, too
+    for replica in (a, b):  # both know of the erasure
         looked(replica)
     a.say([1, 2, 3], text(300), "gone")  # it may be used again
     written(a)

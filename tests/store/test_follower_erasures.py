@@ -251,12 +251,27 @@ def test_an_erasure_that_the_store_has_lost_without_a_failure_is_repeated(
 
     def undone(log: str, erased: dict[str, str]) -> list[str]:
         asked.append(erased)
-        return ["read"] if len(asked) == 1 else []
+        return [] if len(asked) > 2 else ["read"]
 
     monkeypatch.setattr(process.store, "undone_erasures", undone)
-    process.follower._look_at = 0.0
+    process.follower._lost.suspect()
     wait_until(lambda: process.erased_again)
-    assert (asked, process.erased_again, process.follower.stats().undone) == ([known], [("t", "read")], 1)
+    assert (process.erased_again, process.follower.stats().undone) == ([("t", "read")], 1)
+    assert asked == [known, {"read": known["read"]}], "it looks once more, just before"
+
+
+def test_an_erasure_that_another_process_has_repeated_is_not_repeated(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session may be in use again by then."""
+    process.begin(NS, "t")
+    process.follower.own.erase_session(NS, "s")
+    answers = [["s"], list[str]()]
+    monkeypatch.setattr(process.store, "undone_erasures", lambda *_: answers.pop(0))
+    process.follower._lost.suspect()
+    wait_until(lambda: not answers)
+    process.follower.settle(20.0)
+    assert process.erased_again == []
 
 
 def test_a_part_of_the_store_that_is_away_holds_up_no_log_of_the_others(
@@ -273,9 +288,9 @@ def test_a_part_of_the_store_that_is_away_holds_up_no_log_of_the_others(
 
     monkeypatch.setattr(process.store, "undone_erasures", away)
     monkeypatch.setattr(process.store, "part", lambda log: "node" if log == NS else "")
-    process.follower._look_at = 0.0
+    process.follower._lost.suspect()
     wait_until(lambda: calls)
     process.store.append("other", [entry_of(turn("o", 7))])
     process.wait(delivered=1, failed=0)
     assert calls == [NS], "it is asked again a few seconds later"
-    assert process.follower._look_at > 0.0
+    assert process.follower._lost.look_at > 0.0

@@ -58,11 +58,17 @@ class FollowedLog:
     numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """for each session erased lately, the number of this process's newest turn when the tombstone was applied"""
     late: set[str] = field(default_factory=set)
-    """sessions to erase again: a turn of this process lies behind their tombstone, or the store has lost the erasure"""
+    """sessions to erase again: a turn of this process lies behind their tombstone"""
+    lost: set[str] = field(default_factory=set)
+    """sessions whose erasure the store has lost"""
     owner: str | None = None
     """owner of the log, if known; if there are too many logs, the owner with the most loses some"""
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(threshold=1, first_pause=_PAUSE_SECONDS))
     """open while the store refuses to read this log"""
+
+    def to_erase(self) -> set[str]:
+        """Return the sessions to erase again."""
+        return self.late | self.lost
 
 
 class FollowedLogs:

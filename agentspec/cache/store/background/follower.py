@@ -8,7 +8,7 @@ An erasure is a tombstone in the log:
   turn (`_skip`), it has the session erased again (`FollowedLog.late`).
 - The follower does not apply this process's own tombstones (`own_erasures.py`).
 - A Redis that was restarted, or failed over, may go back to a state before an erasure. So after each failure, and once
-  a minute, the follower looks for the erasures that it remembers, and has lost ones repeated (`_find_undone`).
+  a minute, the follower looks for the erasures that it remembers, and has lost ones repeated (`lost_erasures.py`).
 """
 
 import logging
@@ -22,6 +22,7 @@ from dataclasses import replace
 from agentspec.cache.store.background.breaker import CircuitBreaker
 from agentspec.cache.store.background.courtesy import Courtesy
 from agentspec.cache.store.background.followed import FollowedLog, FollowedLogs, FollowerStats
+from agentspec.cache.store.background.lost_erasures import LostErasures
 from agentspec.cache.store.background.own_erasures import OwnErasures
 from agentspec.cache.store.base import Store, check_namespace, entry_name
 from agentspec.cache.store.record_reader import RecordReader
@@ -41,9 +42,6 @@ _SLICE = 64  # most entries that are read between two looks at the time
 _SLICE_BYTES = 1 << 20  # about the most bytes that are read between two looks at the time
 _LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
 _RETRY_SECONDS = 0.05  # pause until a tenant with running requests, or a log that is not read yet, is looked at again
-_LOOK_SECONDS = 60.0  # longest time between two looks for erasures that the store has lost
-_PART_SECONDS = 5.0  # pause before the next one if a part of the store was away
-_UNDONE_SECONDS = 0.05  # longest time in which another log is looked at, before all are followed again
 _MAX_ERASED = 1024  # most erased sessions of a log that are remembered once all of it was read
 
 
@@ -86,8 +84,7 @@ class Follower:
         self.own = OwnErasures(store, lambda log: log in self._logs)
         self._refused: set[str] = set()  # logs that the store refuses to read
         self._unerased: set[str] = set()  # logs with a tombstone that could not be applied here
-        self._unsure: set[str] = set()  # logs of which the store may have lost erasures
-        self._look_at = 0.0  # when all logs count as such, and when one in a part that is away is looked at
+        self._lost = LostErasures(store, self.own, self._alone, self._note_lost)
         self._counts = FollowerStats()
         self._alive = self._asked = time.monotonic()
         self.outdated: frozenset[str | None] = frozenset()  # tenants to forget as soon as no request of theirs runs
@@ -150,7 +147,7 @@ class Follower:
         until = time.monotonic() + timeout
         with suppress(StoreError):
             logs = [(log, entry_name(self._store.newest(name))) for name, log in self._logs.all().items()]
-            while any(log.late or entry_name(log.cursor) < end for log, end in logs) and time.monotonic() < until:
+            while any(log.to_erase() or entry_name(log.cursor) < end for log, end in logs) and time.monotonic() < until:
                 time.sleep(_RETRY_SECONDS)
 
     def close(self, timeout: float = 1.0) -> None:
@@ -179,7 +176,7 @@ class Follower:
                 continue
             begun = time.monotonic()
             try:
-                self._find_undone(begun)
+                self._lost.find(self._to_follow(), begun)
                 whole = self._leave_gaps(all_logs=begun - self._asked >= LIFE_SECONDS)
                 if whole:
                     self._follow()
@@ -237,43 +234,23 @@ class Follower:
         self.outdated = frozenset(outdated)
         return not outdated
 
-    def _find_undone(self, now: float) -> None:
-        """Note the sessions whose erasure the store has lost, so that they are erased again.
-
-        Looks at one log, and at more while there is time: the logs are followed meanwhile.
-        """
-        logs = self._to_follow()
-        if now >= self._look_at:
-            self._unsure, self._look_at = set(logs), now + _LOOK_SECONDS
-        away = set[str]()  # parts of the store
-        for name in self._unsure & logs.keys():
-            log, undone, part = logs[name], list[str](), self._store.part(name)
-            try:
-                with self._alone(name, log):
-                    undone = [] if part in away else self.own.undone(name, log.applied)
-            except StoreUnavailableError:
-                if not part:
-                    raise
-                away.add(part)
-                self._look_at = now + _PART_SECONDS
-            self._unsure.discard(name)
-            if undone:
-                log.late.update(undone)
-                with self._wake:
-                    self._counts.undone += len(undone)
-                message = "agentspec: the store went back to an older state; %d erasures in log %s are repeated"
-                logger.warning(message, len(undone), name)
-            if time.monotonic() - now >= _UNDONE_SECONDS:
-                return
+    def _note_lost(self, name: str, log: FollowedLog, sessions: list[str]) -> None:
+        log.lost.update(sessions)
+        with self._wake:
+            self._counts.undone += len(sessions)
+        message = "agentspec: the store went back to an older state; %d erasures in log %s are repeated"
+        logger.warning(message, len(sessions), name)
 
     def _follow(self) -> None:
         """Wait for new entries once, and deal with them."""
         for name, log in self._to_follow().items():
-            if log.late:
-                with self._alone(name, log):
-                    for session in tuple(log.late):
+            with self._alone(name, log):
+                for session in log.to_erase():
+                    # Another process may have repeated a lost erasure meanwhile, and the session may be used again.
+                    if session in log.late or self.own.undone(name, log.applied, session):
                         self._erase_again(log.tenant, session)
-                        log.late.remove(session)
+                    log.late.discard(session)
+                    log.lost.discard(session)
         logs = self._to_follow()
         found = self._store.wait({name: log.cursor for name, log in logs.items()}, _WAIT_SECONDS)
         behind = 0
@@ -400,12 +377,12 @@ class Follower:
         A log in which a session must still be erased again stays.
         """
         for name, log in self._logs.beyond_most():
-            if not log.late and self._forget(log.tenant):
+            if not log.to_erase() and self._forget(log.tenant):
                 self._logs.remove(name)
                 self._unerased.discard(name)
 
     def _fail(self, error: Exception) -> None:
-        self._look_at = 0.0  # the store may come back in an older state
+        self._lost.suspect()  # the store may come back in an older state
         with self._wake:
             self._counts.failed += 1
         if self._breaker.failure():

@@ -63,14 +63,14 @@ class OwnErasures:
             )
             return name in self._tombstones
 
-    def undone(self, log: str, read: Mapping[str, str]) -> list[str]:
+    def undone(self, log: str, read: Mapping[str, str], session: str | None = None) -> list[str]:
         """Return the sessions whose erasure the store has lost, of those erased here and those in ``read``.
 
-        read: tombstones of the log by their entries' names, with their sessions.
+        read: tombstones of the log by their entries' names, with their sessions. session: ask for this one alone.
         """
         with self._changed:
-            own = {name: session for name, (of, session) in self._tombstones.items() if of == log}
-        newest = {session: name for name, session in sorted({**read, **own}.items())}
+            own = {name: erased for name, (of, erased) in self._tombstones.items() if of == log}
+        newest = {of: name for name, of in sorted({**read, **own}.items()) if session in (of, None)}
         return self._store.undone_erasures(log, newest) if newest else []
 
     def note_tombstone_read(self, log: str, session: str) -> None:
