@@ -43,12 +43,14 @@ class TestModelTime:
         time.observe(1, 10.0)
         assert (time.seconds(1) or 1.0) < 0.0012
 
-    def test_slow_first_runs_do_not_count(self) -> None:
+    def test_of_the_first_four_runs_only_the_quickest_counts(self) -> None:
         """They compile and allocate."""
         time = ModelTime()
-        for seconds in (5.0, 0.5, 0.001):
+        for seconds in (5.0, 0.5, 0.5, 0.001):
             time.observe(1, seconds)
         assert time.seconds(1) == 0.001
+        time.observe(1, 0.0005)
+        assert time.seconds(1) == pytest.approx(0.0009), "one of five"
 
     def test_a_pause_in_the_first_run_of_a_size_is_none_either(self) -> None:
         time = ModelTime()
@@ -85,6 +87,19 @@ class TestScheduler:
             scheduler.gains.learn(request(), 5.0, -0.1)
         assert scheduler.choose([request() for _ in range(3)], [5.0, 0.0, 5.0], [2, 1, 2], Pace(1.0, 0.010)) == [1]
 
+    def test_a_row_costs_the_time_of_as_many_of_the_models_rows_as_it_takes(self) -> None:
+        scheduler, pace = self.taught(0.15), Pace(1.0, 0.010)
+        scheduler.time = ModelTime()
+        for rows in (1, 2):
+            scheduler.time.observe(rows, 0.001 * rows)
+        assert scheduler.choose([request()], [0.0], [1], pace) == [0]
+        runs = sum(bool(scheduler.choose([request()], [0.0], [2], pace)) for _ in range(1000))
+        assert runs == pytest.approx(1000 * 0.01 * 0.010 / 0.002, abs=2), "trials only, and these are as dear"
+
+    def test_little_is_expected_of_the_model_at_first_where_the_suffix_indexes_promise_much(self) -> None:
+        gains = DraftModelScheduler().gains
+        assert [gains.of(request(), promised) for promised in (0.0, 1.0, 4.0, 8.0)] == [1.0, 0.75, 0.0, 0.0]
+
     def test_rows_that_pay_only_together_are_run_together(self) -> None:
         """A draft loop over many rows takes hardly longer than over a single row."""
         scheduler = self.taught(0.08, seconds=0.001)
@@ -101,6 +116,12 @@ class TestScheduler:
         assert scheduler.choose([usual, good], [0.0, 0.0], [1, 1], pace) == [1]
         again = request("good")
         assert scheduler.gains.of(again, 0.0) == scheduler.gains.of(usual, 0.0), "an id used again is another request"
+
+    def test_one_good_run_says_little_of_a_request(self) -> None:
+        gains = self.taught(0.5).gains
+        good = request()
+        gains.learn(good, 0.0, gains.of(request(), 0.0) + 1.0)
+        assert gains.of(good, 0.0) - gains.of(request(), 0.0) == pytest.approx(1 / 7)
 
     def test_a_trial_now_and_then_takes_a_hundredth_of_the_time(self) -> None:
         scheduler = self.taught(-0.1)
@@ -138,10 +159,13 @@ class TestScheduler:
             assert scheduler.choose([request(), request()], [0.0, 5.0], [1, 2], Pace(1.0, 0.010)) == [0]
             scheduler.gains.learn(request(), 0.0, 1.0)
         assert scheduler.stands_for == 1, "it ran in every step"
+        assert scheduler.choose([request(), request()], [0.0, 5.0], [1, 2], Pace(1.0, 0.010)) == [0]
         scheduler.gains.learn(request(), 0.0, 0.0)
         assert scheduler.gains.of(request(), 0.0) == pytest.approx(1.0 - 1 / 256)
         scheduler.gains.learn(request(), 5.0, 1.5)
         assert scheduler.gains.of(request(), 5.0) == pytest.approx(-0.5 + 2.0 * 32 / 256)
+        scheduler.gains.learn(request(), 5.0, scheduler.gains.of(request(), 5.0) + 1.0)
+        assert scheduler.gains.of(request(), 5.0) == pytest.approx(-0.5 + 2.0 * 32 / 256 + 1 / 256), "for itself alone"
 
     def test_a_run_stands_for_the_steps_without_one(self) -> None:
         scheduler = self.taught(-0.1, seconds=0.005)
@@ -241,6 +265,27 @@ class TestPasses:
 
     def test_nothing_is_drafted_for_rows_without_room(self) -> None:
         assert self.choose(self.taught(1.8), room=0) == 0
+
+    def test_of_several_rows_those_count_that_have_room_and_gain(self) -> None:
+        scheduler, pace, worth = self.taught(1.8), Pace(1.0, 0.010), (0.8, 1.4, 1.8)
+        for _ in range(400):
+            scheduler.gains.learn(request(), 6.0, -2.0)
+        rows = [request(), request()]
+        assert scheduler.choose_tokens(rows, [0.0, 6.0], [9, 9], worth, range(4), pace) == 3
+        assert scheduler.choose_tokens(rows, [0.0, 6.0], [0, 9], worth, range(4), pace) == 0
+
+    def test_a_run_stands_for_the_steps_in_which_nothing_was_drafted(self) -> None:
+        scheduler = self.taught(1.8)
+        for _ in range(400):
+            scheduler.gains.learn(request(), 6.0, 0.0)
+        for room, promised in ((0, 0.0), (9, 6.0), (9, 6.0)):
+            assert self.choose(scheduler, promised=promised, room=room) == 0
+        assert (self.choose(scheduler), scheduler.stands_for) == (3, 4)
+        gains = scheduler.gains
+        for promised, times in ((0.0, 1), (6.0, 3)):  # rows without room were no loss
+            before = gains.of(request(), promised)
+            gains.learn(request(), promised, before + 1.0)
+            assert gains.of(request(), promised) - before == pytest.approx(times / 256)
 
     def test_what_cannot_be_stopped_is_not(self) -> None:
         choices = Pace(1.0, 0.010)

@@ -182,6 +182,16 @@ def test_an_erased_session_leaves_the_queue_and_what_is_set_aside() -> None:
     assert (waiting.counts.erased, waiting.bytes) == (2, 2 * SIZE)
 
 
+def test_what_is_put_after_an_erasure_stays_though_other_records_were_in_flight() -> None:
+    waiting = WaitingRecords(1 << 20, 10, 10)
+    put_in_flight(waiting, "other")
+    waiting.forget("s")
+    waiting.put(NS, turn("s", 1))
+    waiting.take_batch()
+    waiting.requeue()
+    assert (waiting.counts.erased, len(waiting)) == (0, 2)
+
+
 def test_an_erasure_holds_until_the_last_append_of_its_batch_has_failed() -> None:
     waiting = WaitingRecords(1 << 20, 10, 10)
     items = put_in_flight(waiting, "gone", "gone")
