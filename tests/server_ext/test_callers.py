@@ -3,8 +3,10 @@
 import errno
 import hashlib
 import os
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -53,11 +55,15 @@ class TestKeys:
     def test_the_first_of_two_keys_counts_as_with_vllm(self) -> None:
         two = sent(("Authorization", "Bearer ada"), ("Authorization", "Bearer bob"), verified=True)
         assert callers().caller_of(two) == callers().caller_of(sent(key="ada", verified=True))
+        assert sent(("Authorization", "Basic ada"), ("Authorization", "Bearer bob")).bearer() is None
 
     def test_only_a_bearers_key_is_a_key(self) -> None:
         assert sent(("Authorization", "bearer ada")).bearer() == sent(key="ada").bearer() == "ada"
         for value in ("Basic ada", "Bearer", "Bearer ", "ada", ""):
             assert sent(("Authorization", value)).bearer() is None
+
+    def test_of_white_space_only_https_own_is_no_part_of_a_value(self) -> None:
+        assert Presented([(b"x-cache-salt", "\t \u00a0salt\u2003 ".encode())]).all("X-Cache-Salt") == ["\u00a0salt\u2003"]
 
     def test_a_request_that_did_not_come_by_http_has_the_servers_tenant(self) -> None:
         assert callers(tenant="acme").caller_of(None) == Caller(None, "acme")
@@ -251,6 +257,35 @@ class TestApiKeysFile:
         assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
         now[0] += 1.1
         assert (found.tenant_of("ada"), found.tenant_of("eve")) == (None, "acme")
+
+    def test_a_change_while_it_is_read_at_the_start_is_seen(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [1000.0]
+        monkeypatch.setattr("agentspec.server_ext.identity.callers.time.monotonic", lambda: now[0])
+        read = Path.read_text
+
+        def changed_at_once(file: Path, **options: Any) -> str:
+            text = read(file, **options)
+            file.write_text(f"{digest('bob')} moved\n")
+            return text
+
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(Path, "read_text", changed_at_once)
+            found = ApiKeysFile(path)
+        now[0] += 1.1
+        assert (found.tenant_of("ada"), found.tenant_of("bob")) == (None, "moved")
+
+    def test_its_keys_stay_in_force_where_its_folder_has_become_a_file(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [1000.0]
+        monkeypatch.setattr("agentspec.server_ext.identity.callers.time.monotonic", lambda: now[0])
+        folder = path.with_name("folder")
+        folder.mkdir()
+        found = ApiKeysFile(path.rename(folder / "keys"))
+        shutil.rmtree(folder)
+        folder.write_text("a file")
+        now[0] += 1.1
+        assert found.tenant_of("ada") == "acme"
 
     def test_a_file_that_is_being_written_takes_no_key_away(
         self, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

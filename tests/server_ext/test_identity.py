@@ -96,12 +96,13 @@ class TestTagging:
     )
     def test_what_is_ignored_does_not_reach_the_engine(self, key: str, bad: object) -> None:
         """vLLM cannot send a lone surrogate to its engine, and would answer HTTP 500."""
-        tagged = tagger().tag({"session_id": "s", "agentspec_scope": "session", key: bad, "kept": "k"})
-        assert key not in tagged and tagged["kept"] == "k"
-        assert identify(tagged).ignored_ids == 1
-        msgspec.msgpack.encode(tagged)
+        for who in (None, sender("")):  # nobody's, too
+            tagged = tagger().tag({"session_id": "s", "agentspec_scope": "session", key: bad, "kept": "k"}, who)
+            assert key not in tagged and tagged["kept"] == "k"
+            assert identify(tagged).ignored_ids == 1
+            msgspec.msgpack.encode(tagged)
 
-    @pytest.mark.parametrize("value", [True, "true", "\ud800", ["\ud800"]])
+    @pytest.mark.parametrize("value", [True, "true", False, "false", "\ud800", ["\ud800"]])
     def test_the_end_of_a_session_reaches_the_engine_in_the_identity_alone(self, value: object) -> None:
         tagged = tagger().tag({"session_id": "s", "session_final": value})
         assert identify(tagged).final == (value in (True, "true")) and "session_final" not in tagged
@@ -159,6 +160,7 @@ class TestTagging:
         shown = Presented(headers, prediction=(1, 2), quotable=b"1234", batch=True, call="this call")
         expected = {PREDICTION_KEY: [1, 2], QUOTABLE_KEY: b"1234", BATCH_KEY: True, CALL_KEY: "this call"}
         assert tagger().tag({}, shown).items() >= (expected | {DETAIL_KEY: True}).items()
+        assert DETAIL_KEY not in tagger().tag({}, Presented([(b"x-agentspec-figures", b"summary")]))
 
     def test_a_caller_without_a_key_among_keys_shares_nothing(self) -> None:
         for tenant in (None, "acme"):
