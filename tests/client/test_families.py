@@ -51,7 +51,7 @@ def test_a_fork_starts_at_a_turn(server: FakeServer, at: int | None, kept: int) 
             session.chat(text)
         fork = session.fork("other", at=at)
         assert fork.messages == session.messages[: 1 + 2 * kept]
-        assert fork.parent == "s" and len(session.messages) == 7
+        assert fork.parent == "s" and len(session.messages) == 7 and fork.gaps == []
         fork.chat("on")
 
 

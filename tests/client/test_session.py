@@ -236,6 +236,8 @@ def test_a_fork_that_fails_changes_no_other_session(server: FakeServer) -> None:
             one.fork("three", at=9)
         assert (two.parent, two.group, client.session("three").parent) == (None, None, None)
         assert (one.fork("four").parent, one.fork("five").group) == ("one", "g")
+        of_another_group = client.session("six", group="h")
+        assert two.fork("six").group == of_another_group.group == "h"
 
 
 def test_a_session_is_never_its_own_parent(server: FakeServer) -> None:

@@ -1,0 +1,119 @@
+"""Test the history of one session without a client: who may change it when, and what is read and stored."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentspec.client.history.conversation import Conversation
+from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored
+from agentspec.errors import SessionBusyError, StoreUnavailableError
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+class Log(SessionLog):
+    """Hold "one" and "two" of each session. away: whether they cannot be read."""
+
+    def __init__(self) -> None:
+        self.away = False
+        self.reads = 0
+        self.appended: list[dict[str, Any]] = []
+
+    def read(self, session: str) -> Stored:
+        self.reads += 1
+        time.sleep(0.05)
+        if self.away:
+            raise StoreUnavailableError("away")
+        return Stored([Said(0, user("one")), Said(1, user("two"))], 2)
+
+    def append(self, view: ClientView, said: list[Said], cut: int | None = None) -> None:
+        self.appended += [message for _, message in said]
+
+
+def test_two_threads_that_resume_a_session_read_it_once_and_lose_nothing() -> None:
+    log = Log()
+    conversation = Conversation("s", log)
+
+    def resume() -> None:
+        conversation.load()
+        conversation.add([user("more")])
+
+    threads = [threading.Thread(target=resume) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert log.reads == 1
+    assert conversation.messages() == [user("one"), user("two"), user("more"), user("more")]
+
+
+def test_what_is_added_after_a_reload_is_stored_at_once() -> None:
+    log = Log()
+    conversation = Conversation("s", log)
+    conversation.reload()
+    conversation.add([user("more")])
+    assert (log.appended, conversation.messages()[2:]) == ([user("more")], [user("more")])
+
+
+def test_a_session_that_was_cleared_goes_on_though_it_cannot_be_read() -> None:
+    log = Log()
+    log.away = True
+    conversation = Conversation("s", log)
+    conversation.forget()
+    conversation.load()
+    assert conversation.messages() == []
+
+
+@pytest.mark.parametrize(
+    "change", [Conversation.reload, lambda conversation: conversation.change_last(lambda _: [])], ids=["reload", "last"]
+)
+def test_the_history_stays_during_a_call(change: Callable[[Conversation], object]) -> None:
+    conversation = Conversation("s", Log())
+    conversation.load()
+    with conversation.turn([user("three")]) as turn:
+        with pytest.raises(SessionBusyError):
+            change(conversation)
+        turn.commit({"role": "assistant", "content": "answer"})
+    assert len(conversation.messages()) == 4
+
+
+def test_a_function_that_edits_the_latest_message_in_its_place_changes_a_copy() -> None:
+    """Otherwise the message would have changed even if the store then refuses the change."""
+
+    def shortened(message: dict[str, Any]) -> list[dict[str, Any]]:
+        message["content"] = message["content"][:1]
+        return [message]
+
+    conversation = Conversation("s", SessionLog(), new=True)
+    conversation.add([user("one")])
+    assert conversation.change_last(shortened) == user("one")
+    assert conversation.messages() == [user("o")]
+
+
+def test_a_message_that_was_taken_back_did_not_come_from_the_store() -> None:
+    conversation = Conversation("s", Log())
+    conversation.load()
+    conversation.change_last(lambda _: [])
+    conversation.add([user("new")])
+    assert (conversation.resumed, len(conversation.messages())) == (1, 2)
+
+
+def test_an_interrupted_call_holds_no_session_for_tool_calls_that_were_taken_back() -> None:
+    conversation = Conversation("s", SessionLog(), new=True)
+    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    with (
+        pytest.raises(KeyboardInterrupt),
+        conversation.turn([user("one")], answerer=object()) as turn,
+        conversation.undone_if_interrupted(),
+    ):
+        turn.commit({"role": "assistant", "content": None, "tool_calls": calls})
+        raise KeyboardInterrupt
+    conversation.add([user("two")])
+    assert conversation.messages() == [user("two")]
