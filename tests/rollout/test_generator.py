@@ -91,7 +91,9 @@ def test_a_second_run_samples_what_is_missing(tmp_path: Path) -> None:
     assert figures[0].resumed >= 4 and figures[0].resumed + figures[0].finished == 12
     assert len(engine.asked) == figures[0].finished
     assert len({sample.key for sample in samples}) == len(samples) == 12
+    complete = path.stat()
     assert run(path, Plan(samples=4), Engine(fail_after=0))[0][0].finished == 0
+    assert path.stat() == complete, "nothing was written, although no sample has a reward"
 
 
 def test_samples_of_other_problems_count_for_nothing(tmp_path: Path) -> None:
@@ -338,7 +340,7 @@ def test_a_wrong_plan_names_the_field(wrong: dict[str, Any]) -> None:
     [
         ({"reward": "rewards:score"}, "reward: a function expected, got str"),
         ({"update_weights": 3}, "update_weights: a function expected, got int"),
-        ({"max_waiting": -64}, "max_waiting: at least 0 expected, got -64"),
+        ({"max_waiting": -1}, "max_waiting: at least 0 expected, got -1"),
     ],
 )
 def test_a_wrong_argument_is_named_before_anything_is_sampled(

@@ -29,6 +29,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     with Journal(path) as journal:
         assert list(journal.samples()) == wanted
         assert list(journal.samples(epoch=1)) == wanted[2:]
+    assert list(journal.samples()) == wanted, "closed, too"
 
 
 def test_every_line_is_utf_8(tmp_path: Path) -> None:
@@ -132,6 +133,8 @@ def test_samples_are_replaced_where_they_stand(tmp_path: Path) -> None:
         )
         + "\n",
         "[" * 100_000 + "\n",
+        "[" * 100_000,
+        json.dumps({"id": ["a"], "epoch": 0, **SAMPLED}),
         # Samples rewritten by another program: pandas turns "7" into a number, so each would be sampled twice.
         *(
             json.dumps({"id": "7", "epoch": 0, **SAMPLED, **wrong}) + "\n"
@@ -156,6 +159,8 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> No
     with pytest.raises(AgentSpecError, match=r"notes\.jsonl.* line.* not a sample of a rollout"):
         Journal(path)
     assert path.read_text() == text
+    path.write_text("")
+    Journal(path).close()  # nothing holds the file
 
 
 @pytest.mark.parametrize("end", ["\n", ""])

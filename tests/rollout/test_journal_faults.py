@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,6 +40,10 @@ with Journal(Path(sys.argv[1])):
 """
 
 
+def open_files() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
 def test_two_rollouts_do_not_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     with Journal(path), pytest.raises(AgentSpecError, match="another rollout writes it"):
@@ -46,11 +51,20 @@ def test_two_rollouts_do_not_share_a_file(tmp_path: Path) -> None:
     Journal(path).close()
 
 
+def test_a_start_that_is_interrupted_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_files()
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        Journal(tmp_path / "rollouts.jsonl")
+    assert open_files() <= before
+
+
 def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock of a deleted file would keep no other process out, and its samples would be lost."""
     path = tmp_path / "rollouts.jsonl"
+    before = open_files()
     first = Journal(path)
     first.write(sample(0))
     lock = fcntl.flock
@@ -69,7 +83,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(
         journal.write(sample(1))
         with pytest.raises(AgentSpecError, match="another rollout writes it"):
             Journal(path)
-    assert len(path.read_text().splitlines()) == 2
+    assert len(path.read_text().splitlines()) == 2 and open_files() <= before
 
 
 def test_a_file_is_locked_throughout_its_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +115,11 @@ def test_a_full_disk_leaves_the_file_as_it_was_and_nothing_beside_it(
     with Journal(path) as journal:
         journal.write(sample(0))
         whole = path.read_bytes()
+        before = open_files()
         monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="the disk is full") as error:
             journal.replace({Key("p", 0, 0): sample(0, reward=0.5)})
+        assert open_files() <= before
         assert error.value.filename == str(path)
         assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == whole
         assert journal.reward(Key("p", 0, 0)) is None
