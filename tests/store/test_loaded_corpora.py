@@ -98,6 +98,28 @@ def test_corpora_are_bounded_apart_from_sessions(store: FlakyStore) -> None:
     loader.close()
 
 
+def test_one_corpus_is_read_to_its_end_before_the_next(store: FlakyStore) -> None:
+    for number in range(400):
+        store.append(corpus("ab"[number % 2]).namespace, [entry_of(turn("s", number))])
+    store.gate.clear()
+    loader = BackgroundLoader(store, max_ready_bytes=1)  # room for one batch only
+    for tenant in "ab":
+        loader.request(corpus(tenant), 200)
+    wait_until(lambda: loader._current is not None)
+    assert (loader.stats().pending, loader.stats().corpora) == (0, 2), "a corpus is no session"
+    store.gate.set()
+    found: list[str | None] = []
+
+    def ended() -> bool:
+        while loaded := loader.take():
+            found.append(loaded.wanted.tenant)
+        return not any(loader.is_pending(corpus(tenant)) for tenant in "ab")
+
+    wait_until(ended)
+    assert found == sorted(found, key=str) and len(found) > 6
+    loader.close()
+
+
 def test_a_corpus_that_cannot_be_read_is_given_up_and_asked_for_again(
     store: FlakyStore, loader: BackgroundLoader
 ) -> None:

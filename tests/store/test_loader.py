@@ -102,6 +102,31 @@ def test_taking_never_waits_and_an_unknown_session_is_soon_done(store: FlakyStor
     assert gather(loader, session("nobody")) == []
 
 
+def test_what_was_read_is_pending_until_it_is_taken(
+    store: FlakyStore, loader: BackgroundLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its read ends just while somebody asks."""
+    wanted = session("s0")
+    fill(store, 3)
+    store.gate.clear()
+    loader.request(wanted)
+    holds = loader.ready.holds
+
+    def slow(wanted: Wanted) -> bool:
+        found = holds(wanted)
+        store.gate.set()
+        wait_until(lambda: not loader.is_reading(wanted))
+        return found
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(loader.ready, "holds", slow)
+        assert loader.is_pending(wanted)
+    store.gate.set()
+    wait_until(lambda: not loader.is_reading(wanted))
+    assert loader.is_pending(wanted)
+    assert len(gather(loader, wanted)) == 1 and not loader.is_pending(wanted)
+
+
 def test_the_records_that_wait_are_bounded_and_counted(store: FlakyStore) -> None:
     limit = 1 << 20
     for number in range(10 * limit // 8_500):
@@ -240,6 +265,14 @@ def test_too_many_requests_are_turned_away_counted_and_taken_later(store: FlakyS
     assert loader.request(session("c"))
     assert [record.session for record in gather(loader, session("c"))] == ["c"]
     loader.close()
+
+
+def test_close_ends_the_thread_that_waits_for_requests(store: FlakyStore) -> None:
+    loader = BackgroundLoader(store)
+    loader.request(session("nobody"))
+    gather(loader, session("nobody"))
+    loader.close(5)
+    assert not loader._thread.is_alive()
 
 
 def test_close_ends_the_thread_even_if_nobody_takes(store: FlakyStore) -> None:

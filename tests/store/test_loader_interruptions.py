@@ -73,6 +73,20 @@ def test_a_read_that_gets_on_is_not_given_up_however_often_it_breaks_off(wanted:
     loader.close()
 
 
+def test_a_request_during_a_read_that_breaks_off_is_a_read_of_its_own(
+    store: FlakyStore, loader: BackgroundLoader
+) -> None:
+    """The first read may miss what was stored since it began."""
+    fill(store, 3, sessions=1)
+    store.fail_read_after = 1
+    store.gate.clear()
+    loader.request(session("s0"))
+    wait_until(lambda: loader._current is not None)
+    loader.request(session("s0"))
+    store.gate.set()
+    assert [number_of(record) for record in gather(loader, session("s0"))] == [0, 1, 2, 0, 1, 2]
+
+
 def test_an_outage_ends_though_the_first_read_behind_it_times_out() -> None:
     store = SlowSession()
     store.append(NS, [entry_of(turn("a", 1))])
