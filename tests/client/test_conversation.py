@@ -11,7 +11,7 @@ import pytest
 
 from agentspec.client.history.conversation import Conversation
 from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored
-from agentspec.errors import SessionBusyError, StoreUnavailableError
+from agentspec.errors import InvalidInputError, SessionBusyError, StoreUnavailableError
 
 
 def user(text: str) -> dict[str, Any]:
@@ -117,3 +117,57 @@ def test_an_interrupted_call_holds_no_session_for_tool_calls_that_were_taken_bac
         raise KeyboardInterrupt
     conversation.add([user("two")])
     assert conversation.messages() == [user("two")]
+
+
+def test_what_a_call_added_stays_though_it_then_fails() -> None:
+    """The store may have it, as after a conflict."""
+    conversation = Conversation("s", SessionLog(), new=True)
+    with pytest.raises(ValueError), conversation.reserved(), conversation.undone_if_interrupted():
+        conversation._append([user("one")])
+        raise ValueError
+    assert conversation.messages() == [user("one")]
+
+
+def test_an_interrupt_while_tool_calls_are_answered_leaves_each_answered_once() -> None:
+    class Interrupted(SessionLog):
+        def append(self, view: ClientView, said: list[Said], cut: int | None = None) -> None:
+            if said[-1].message["role"] == "tool" and not interrupts:
+                interrupts.append(said)
+                raise KeyboardInterrupt
+
+    interrupts: list[list[Said]] = []
+    conversation, answerer = Conversation("s", Interrupted(), new=True), object()
+    calls = [{"id": name, "type": "function", "function": {"name": "add", "arguments": "{}"}} for name in "ab"]
+    with conversation.turn([user("one")], answerer=answerer) as turn:
+        turn.commit({"role": "assistant", "content": None, "tool_calls": calls})
+    with pytest.raises(KeyboardInterrupt):
+        conversation.answer_calls(answerer, {0: "sum"}, "error")
+    assert [message["content"] for message in conversation.messages()] == ["one", None, "sum", "error"]
+    conversation.add([user("two")])
+    assert conversation.gaps() == []
+
+
+def test_nothing_that_was_added_waits_for_no_read() -> None:
+    unsaved: set[Conversation] = set()
+    conversation = Conversation("s", Log(), unsaved=unsaved)
+    conversation.add([])
+    assert not unsaved
+    conversation.add([user("one")])
+    assert unsaved == {conversation}
+
+
+def test_messages_of_the_user_in_a_row_begin_one_turn() -> None:
+    said = [user("one"), user("more"), {"role": "assistant", "content": "answer"}, user("two")]
+    conversation, fork = (Conversation(name, SessionLog(), new=True) for name in ("s", "fork"))
+    conversation.add(said)
+    conversation.copy_to(fork, 1)
+    assert fork.messages() == said[:3]
+
+
+@pytest.mark.parametrize(("count", "end"), [(5, "'4' of 'add' without"), (7, "'4' of 'add' and 2 more without")])
+def test_an_error_names_five_waiting_calls_at_most(count: int, end: str) -> None:
+    calls = [{"id": str(at), "type": "function", "function": {"name": "add"}} for at in range(count)]
+    conversation = Conversation("s", SessionLog(), new=True)
+    conversation.add([{"role": "assistant", "content": None, "tool_calls": calls}])
+    with pytest.raises(InvalidInputError, match=end):
+        conversation.add([{"role": "tool", "tool_call_id": "other", "content": ""}], answered="other")

@@ -186,6 +186,9 @@ def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path
     run(tmp_path / "other.jsonl", Plan(samples=1), engine, update_weights=lambda llm, epoch: Path("step-7"))
     assert engine.asked[-1][1].extra_args["weight_version"] == "step-7"
 
+    _, samples = run(tmp_path / "unknown.jsonl", Plan(samples=1), engine, update_weights=lambda llm, epoch: None)
+    assert {sample.weight_version for sample in samples} == {None}
+
     async def load(llm: Any, epoch: int) -> int:
         return 9
 

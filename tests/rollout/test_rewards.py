@@ -344,7 +344,8 @@ def test_an_interrupt_keeps_the_rewards_that_are_known(tmp_path: Path, monkeypat
         assert len(journal) == 12
 
 
-def test_what_has_no_reward_is_scored_by_the_next_run(tmp_path: Path) -> None:
+def test_what_has_no_reward_is_scored_by_the_next_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     path = tmp_path / "r.jsonl"
 
     def wrong(problem: Problem, sample: Sample) -> float:
@@ -367,6 +368,10 @@ def test_what_has_no_reward_is_scored_by_the_next_run(tmp_path: Path) -> None:
         ("c", 0.25, None),
     }
     assert (figures[0].mean_reward, figures[0].reward_errors) == (0.5, 0)
+    assert "4 samples of" in caplog.text and "4 samples have a reward now, 0 have none" in caplog.text
+    caplog.clear()
+    run(path, Plan(samples=2), reward=right)
+    assert not caplog.messages, "nothing was left to score"
     figures, _ = run(path, Plan(samples=2))  # without a reward function
     assert (figures[0].mean_reward, figures[0].reward_errors) == (0.5, 0)
 
