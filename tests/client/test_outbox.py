@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentspec import AgentClient, Gap
-from agentspec.cache.store import MemoryStore, NewEntry
-from agentspec.client.history.outbox import Outbox, read_session
+from agentspec.cache.store import MemoryStore, MessageRecord, NewEntry, encode
+from agentspec.client.history.outbox import NAMESPACE, Outbox, read_session
 from agentspec.client.history.session_log import ClientView, Said
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import wait_until
@@ -169,3 +170,148 @@ def test_forks_that_are_larger_than_the_outbox_are_stored(server: FakeServer, mo
             session.fork(f"fork{number}")
     with AgentClient(base_url=server.url, model="small", store=store) as client:
         assert [len(client.session(f"fork{number}").messages) for number in range(4)] == [8] * 4
+
+
+def test_messages_without_a_position_come_in_their_order() -> None:
+    store = MemoryStore()
+    records = [MessageRecord("s", {"role": "user", "content": text}, 0.0) for text in ("one", "two")]
+    store.append(NAMESPACE, [NewEntry("s", encode(record)) for record in records])
+    found = read_session(store, "s")
+    assert [(said.position, said.message["content"]) for said in found.history] == [(0, "one"), (1, "two")]
+
+
+def test_a_damaged_record_at_the_end_is_no_other_client() -> None:
+    store = FailingStore()
+    store.append(NAMESPACE, [NewEntry("s", b"damaged")])
+    outbox = Outbox(lambda: store)
+    view = ClientView("s", read_session(store, "s").last)
+    outbox.put_now(view, [Said(1, {"role": "user", "content": "one"})], None, 60.0)
+    outbox.close(60.0)
+    assert len(read_session(store, "s").history) == 1
+
+
+def test_whatever_a_store_raises_is_its_error_and_holds_up_nothing() -> None:
+    class Broken(FailingStore):
+        def append(self, *arguments: Any, **options: Any) -> Any:
+            if "interrupt" in self.failing:
+                raise KeyboardInterrupt
+            if self.failing:
+                raise ZeroDivisionError("a fault of the store's")
+            return super().append(*arguments, **options)
+
+    store, view = Broken("append"), ClientView("s")
+    outbox = Outbox(lambda: store)
+    with pytest.raises(StoreError, match="a fault of the store's"):
+        outbox.put_now(view, [Said(0, {"role": "user", "content": "one"})], None, 60.0)
+    store.failing = {"interrupt"}
+    with pytest.raises(KeyboardInterrupt):
+        outbox.put_now(view, [Said(0, {"role": "user", "content": "one"})], None, 60.0)
+    store.failing = set()
+    outbox.put_now(view, [Said(0, {"role": "user", "content": "one"})], None, 1.0)
+    outbox.close(60.0)
+
+
+def test_a_store_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.client.history.outbox.WAIT_S", 0.5)
+    store, view = FailingStore(), ClientView("s")
+    outbox = Outbox(lambda: store)
+    store.delay = 2.0
+    outbox.put(view, [Said(0, {"role": "user", "content": "one"})])
+    outbox.confirm(view)
+    begin = time.monotonic()
+    for _ in range(3):
+        outbox.check(view)
+        outbox.confirm(view)
+    assert time.monotonic() - begin < 0.4
+    assert not outbox._queue, "what would be looked at is known already to take long"
+    outbox.close(60.0)
+
+
+def test_who_waits_for_a_store_that_is_back_does_not_wait_for_the_pause_after_its_failures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentspec.client.history.outbox._LONGEST_PAUSE_S", 60.0)
+    store = FailingStore("append")
+    outbox, view = Outbox(lambda: store), ClientView("s")
+    outbox.put(view, [Said(0, {"role": "user", "content": "one"})])
+    wait_until(lambda: outbox._failures > 0)
+    outbox._failures = 20  # as after a minute
+    wait_until(lambda: outbox._failures > 20)
+    outbox.check(view)
+    assert len(outbox._queue) == 1, "nothing can be looked at now"
+    store.failing = set()
+    assert outbox.settle("s", 20.0)
+    outbox.close(60.0)
+
+
+def test_room_is_waited_for_while_the_store_works_only() -> None:
+    store = FailingStore()
+    outbox = Outbox(lambda: store, max_bytes=4_000)
+    store.delay = 0.3
+    outbox.put(ClientView("s"), [Said(0, {"role": "user", "content": "A" * 10_000})])
+    wait_until(lambda: outbox._current is not None)
+    outbox.wait_for_room(60.0)
+    assert outbox._current is None, "what is being written counts, too"
+    store.delay, store.failing = 0.0, {"append"}
+    outbox.put(ClientView("t"), [Said(0, {"role": "user", "content": "A" * 10_000})])
+    wait_until(lambda: outbox._failures > 0)
+    begin = time.monotonic()
+    outbox.wait_for_room(20.0)
+    assert time.monotonic() - begin < 10
+    store.failing = set()
+    outbox.close(60.0)
+
+
+def test_what_is_put_during_a_pause_is_discarded_and_nothing_else() -> None:
+    store = FailingStore()
+    outbox = Outbox(lambda: store)
+    with outbox.paused("s", 60.0):
+        outbox.put(ClientView("s"), [Said(0, {"role": "user", "content": "one"})])
+        time.sleep(0.1)  # the thread has seen it
+    assert outbox.settle("s", 60.0) and outbox._bytes == 0
+    with outbox.paused("s", 60.0):
+        outbox.put(ClientView("other"), [Said(0, {"role": "user", "content": "one"})])
+    assert outbox.settle("other", 60.0)
+    assert [len(read_session(store, name).history) for name in ("s", "other")] == [0, 1]
+    outbox.close(60.0)
+
+
+def test_what_is_being_written_at_the_end_counts_as_lost(caplog: pytest.LogCaptureFixture) -> None:
+    store = FailingStore()
+    store.delay = 2.0
+    outbox = Outbox(lambda: store)
+    for name in "st":
+        outbox.put(ClientView(name), [Said(0, {"role": "user", "content": "one"})])
+    wait_until(lambda: outbox._current is not None)
+    outbox.close(0.1)
+    assert caplog.messages == ["agentspec: the session store is away; 2 messages are lost unwritten"]
+
+
+def test_a_gap_at_the_end_shows_though_a_check_was_queued_behind_what_was_dropped() -> None:
+    store = FailingStore()
+    outbox = Outbox(lambda: store, max_bytes=4_000)
+    store.delay = 0.3
+    views = {name: ClientView(name) for name in ("first", "s", "large")}
+    outbox.put(views["first"], [Said(0, {"role": "user", "content": "first"})])
+    wait_until(lambda: outbox._current is not None)
+    outbox.put(views["s"], [Said(0, {"role": "user", "content": "A" * 4_500})])
+    outbox.check(views["s"])
+    outbox.put(views["large"], [Said(0, {"role": "user", "content": "A" * 9_000})])
+    store.delay = 0.0
+    outbox.close(60.0)
+    assert (read_session(store, "s").next_position, read_session(store, "s").history) == (1, [])
+    assert len(read_session(store, "large").history) == 1
+
+
+def test_what_shows_gaps_is_bounded_too() -> None:
+    store = FailingStore("append")
+    outbox = Outbox(lambda: store, max_bytes=4_000)
+    view = ClientView("first")
+    outbox.put(view, [Said(0, {"role": "user", "content": "on its way"})])
+    wait_until(lambda: outbox._failures > 0)
+    for number in range(200):
+        outbox.put(ClientView(f"s{number}"), [Said(0, {"role": "user", "content": "A" * 1_000})])
+    assert outbox._bytes < 4_000 + 2_000
+    store.failing = set()
+    outbox.close(60.0)
+    assert len(read_session(store, "first").history) == 1

@@ -44,6 +44,7 @@ class Engine:
     def step(self) -> list[Any]:
         if self.fail_after is not None and len(self.asked) - len(self.open) >= self.fail_after:
             raise RuntimeError("the engine died")
+        assert self.open, "there is no request"
         finished = [self.open.popleft() for _ in range(min(self.batch, len(self.open)))]
         figures = SimpleNamespace(to_dict=lambda: {"num_accepted_draft_tokens": 1, "num_draft_tokens": 4})
         completion = SimpleNamespace(

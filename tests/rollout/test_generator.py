@@ -33,6 +33,7 @@ def test_each_sample_is_written_once_with_what_a_trainer_needs(tmp_path: Path) -
     assert (first.prompt_ids, first.completion_ids, first.logprobs) == ([3, 3], [5, 6], [-0.5, -1.0])
     assert (first.steps, first.drafted, first.accepted, first.fields) == (1, 4, 1, {"answer": "five six"})
     assert [one.tokens_per_step for one in figures] == [2.0, 2.0] and figures[0].acceptance_rate == 0.25
+    assert all(one.seconds > 0.0 for one in figures)
     assert {params.extra_args["group_id"] for _, params in engine.asked} == {"a", "b", "c"}
 
 

@@ -112,6 +112,61 @@ def test_samples_whose_rewards_were_not_known_are_written_when_the_engine_dies(
     assert said in caplog.text  # otherwise the program seems to hang after Ctrl-C
 
 
+def test_samples_are_written_though_a_dead_engine_cannot_abort_the_others(tmp_path: Path) -> None:
+    class Dead(Engine):
+        def abort_request(self, request_ids: list[str]) -> None:
+            raise ValueError("it is dead")
+
+    path = tmp_path / "r.jsonl"
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        time.sleep(0.1)
+        return 1.0
+
+    with pytest.raises(ValueError, match="it is dead"):
+        run(path, Plan(samples=4), Dead(fail_after=6), reward=reward)
+    with Journal(path) as journal:
+        assert len(journal) == 6 and not journal.without_reward()
+
+
+def test_the_wait_for_the_last_rewards_takes_no_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take, calls = Rewards.take, []
+
+    def counted(self: Rewards, *, wait: bool = False) -> Any:
+        calls.append(wait)
+        return take(self, wait=wait)
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        time.sleep(0.3)
+        return 1.0
+
+    monkeypatch.setattr(Rewards, "take", counted)
+    run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward)
+    assert len(calls) < 20
+
+
+def test_samples_of_an_earlier_run_are_read_as_their_rewards_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "_MOST_WAITING_REWARDS", 4)
+    give, waiting = Rewards.give, []
+
+    def noted(self: Rewards, problem: Problem, sample: Sample) -> None:
+        give(self, problem, sample)
+        waiting.append(len(self))
+
+    monkeypatch.setattr(Rewards, "give", noted)
+    run(tmp_path / "r.jsonl", Plan(samples=10))
+    waiting.clear()
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        time.sleep(0.02 * (1 + sample.sample % 4))
+        return 1.0
+
+    run(tmp_path / "r.jsonl", Plan(samples=10), reward=reward)
+    assert len(waiting) == 30 and max(waiting) == 4
+
+
 def test_a_second_interrupt_begins_no_more_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
