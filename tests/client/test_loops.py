@@ -140,6 +140,8 @@ class TestBudget:
         for loop, *given in loops:
             result, _ = run(loop, *given, budget=Budget(tokens=6), **limit)
             assert (result.stopped, result.attempts[0].reply.finish_reason) == (stopped, "length")
+        content, _ = run("refine", "count", lambda reply: None, budget=Budget(tokens=6), **limit)
+        assert content.done, "the critic has accepted what there is"
 
     def test_of_tokens_is_shared_by_calls_at_once(self, run: Any, server: FakeServer) -> None:
         server.hold = threading.Event()
@@ -216,6 +218,14 @@ class TestBestOf:
         assert {name.rpartition(".")[2] for name in names} == {"1", "2", "3", "4"}
         (begin,) = {name.rpartition(".")[0] for name in names}
         assert begin.startswith("s.") and len(begin) == len("s.") + 8  # not a name that a user chose
+
+    def test_takes_the_first_of_equally_good_answers(self, run: Any) -> None:
+        result, messages = run("best_of", "count", 3, lambda reply: 1.0, at_once=1)
+        assert (result.best.number, messages[-1]["content"]) == (1, "answer 1")
+
+    def test_says_which_budget_was_spent_where_no_answer_has_a_reward(self, run: Any) -> None:
+        result, messages = run("best_of", "count", 2, lambda reply: None, budget=Budget(requests=1))
+        assert (result.stopped, messages) == ("requests", [])
 
     def test_keeps_the_errors_of_the_others(self, run: Any, server: FakeServer) -> None:
         server.failures = [500]

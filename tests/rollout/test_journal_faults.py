@@ -41,7 +41,7 @@ with Journal(Path(sys.argv[1])):
 
 
 def open_files() -> int:
-    return len(os.listdir("/dev/fd"))
+    return len(list(Path("/dev/fd").iterdir()))
 
 
 def test_two_rollouts_do_not_share_a_file(tmp_path: Path) -> None:

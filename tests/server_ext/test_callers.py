@@ -63,7 +63,9 @@ class TestKeys:
             assert sent(("Authorization", value)).bearer() is None
 
     def test_of_white_space_only_https_own_is_no_part_of_a_value(self) -> None:
-        assert Presented([(b"x-cache-salt", "\t \u00a0salt\u2003 ".encode())]).all("X-Cache-Salt") == ["\u00a0salt\u2003"]
+        assert Presented([(b"x-cache-salt", "\t \u00a0salt\u2003 ".encode())]).all("X-Cache-Salt") == [
+            "\u00a0salt\u2003"
+        ]
 
     def test_a_request_that_did_not_come_by_http_has_the_servers_tenant(self) -> None:
         assert callers(tenant="acme").caller_of(None) == Caller(None, "acme")
