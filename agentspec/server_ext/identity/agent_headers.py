@@ -15,7 +15,7 @@ class ClientHeaders:
     """Name the headers of one client, in lower case. Of several headers, the first that a request has counts.
 
     session: headers that name the session. parent: headers that name the session that started this one; a value equal
-    to the session's own id does not count. final: headers that are "true" in the last request of a session.
+    to the session's own id does not count. final: headers that are "true" or "1" in a session's last request.
     """
 
     name: str
