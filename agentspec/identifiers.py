@@ -4,6 +4,7 @@ Ids travel in HTTP headers, log lines and database keys. So they are short and h
 or hide in a terminal. All other Unicode characters are allowed.
 """
 
+import hashlib
 import re
 import unicodedata
 import uuid
@@ -56,12 +57,19 @@ def check_ids(**ids: str | None) -> None:
 
 def helpers_of(session: str) -> str:
     """Return the beginning of the ids of the sessions that one object's loops of a session use, unique."""
-    return f"{session[:_SHOWN_OF_HELPERS]}.{uuid.uuid4().hex[:8]}"
+    return f"{_begin_of_helpers(session)}.{uuid.uuid4().hex[:8]}"
 
 
 def is_helper(value: str, session: str) -> bool:
     """Return whether an id is of a session that a loop of this session has used, in any process."""
-    return re.fullmatch(rf"{re.escape(session[:_SHOWN_OF_HELPERS])}\.[0-9a-f]{{8}}\.\d+", value) is not None
+    return re.fullmatch(rf"{re.escape(_begin_of_helpers(session))}\.[0-9a-f]{{8}}\.\d+", value) is not None
+
+
+def _begin_of_helpers(session: str) -> str:
+    """Return a session's id, or its beginning and a hash, which no other long id with this beginning has."""
+    if len(session) <= _SHOWN_OF_HELPERS:
+        return session
+    return f"{session[:_SHOWN_OF_HELPERS]}.{hashlib.sha256(session.encode()).hexdigest()[:16]}"
 
 
 def to_header(text: str) -> str:

@@ -198,7 +198,7 @@ void init(Cache* cache, const nb::object& policy, const LimitNumbers& limits, st
 }
 
 nb::tuple stats(Cache& cache) {
-  const Stats stats = cache.stats();
+  const Stats stats = without_gil([&] { return cache.stats(); });
   return nb::make_tuple(stats.tokens, stats.bytes, stats.sessions, stats.requests, stats.tenants, stats.pending,
                         stats.leaving, stats.evictions);
 }
@@ -330,7 +330,8 @@ NB_MODULE(_native, module) {
       .def("index_until_closed", &Cache::index_until_closed, Released())
       .def("close", &Cache::close)
       .def(
-          "resize", [](Cache& cache, const LimitNumbers& limits) { cache.resize(limits_of(limits)); }, "limits"_a)
+          "resize", [](Cache& cache, const LimitNumbers& limits) { cache.resize(limits_of(limits)); }, "limits"_a,
+          Released())
       .def("stats", &stats)
       .def("worked", &Cache::worked)
       .def("recount", &recount)

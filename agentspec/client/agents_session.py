@@ -66,14 +66,20 @@ class AgentsSession:
         raises SessionConflictError, and `reload()` reads what is stored.
         """
         await self.load()
-        changed = await self._wait_to_end(
-            self._conversation.change_last, lambda message: messages_of(items_of(message)[:-1])
-        )
+        changed = await self._wait_to_end(self._conversation.change_last, _without_last_item)
         return None if changed is None else items_of(changed)[-1]
 
     async def clear_session(self) -> None:
         """Erase all items, on the server too."""
         await self.clear()
+
+
+def _without_last_item(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a message without its last item; an empty list if that was all."""
+    calls = message.get("tool_calls") or ()
+    if len(calls) > 1:  # items lack some of a message's fields, such as its thoughts
+        return [{**message, "tool_calls": calls[:-1]}]
+    return messages_of(items_of(message)[:-1])
 
 
 def items_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -276,9 +276,10 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         self._client._refuse_if_unusable()
         self._client._refuse_in_another_loop()
         with self._conversation.reserved():
+            erased = self._conversation.to_erase()
             with remedies_noted(self._client.openai):
                 await self._client._erase(self._conversation, cache_salts)
-            await self._wait_to_end(self._forget)
+            await self._wait_to_end(self._forget, erased)
 
     async def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
         """Let the server draft from texts, or from this session's history, as Session.prime() does."""

@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion
 from agentspec.client.answers.record import ReplyRecord
 from agentspec.client.answers.reply import ParsedT, Reply, read_reply
 from agentspec.client.history.conversation import Conversation, OnUnavailable, Turn
-from agentspec.client.history.erasure_list import ErasureList
+from agentspec.client.history.erasure_list import ErasureList, ToErase
 from agentspec.client.history.session_log import SessionLog
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
 from agentspec.client.option_checks import check_timeout
@@ -72,11 +72,12 @@ class ClientBase(Generic[OpenAIT]):
         self._forecaster = Forecaster(tokenizer)
         self._record = None if record is None else ReplyRecord(record)
         self._log = _open_log(store)
-        self._process: int | None = None  # the process that used the client first
+        self._owner = [os.getpid()]  # the process that used the client first; until then, the one that made it
+        self._used = False
         self._closed = False
         self._conversations = Conversations(self._log)
         self._close_log: Callable[[], object] = weakref.finalize(
-            self, _close, self._conversations, self._log, os.getpid()
+            self, _close, self._conversations, self._log, self._owner
         )  # also runs when the interpreter exits
 
     def __getstate__(self) -> object:
@@ -98,8 +99,9 @@ class ClientBase(Generic[OpenAIT]):
         stores messages.
         """
         process = os.getpid()
-        self._process = self._process or process
-        if self._process != process:
+        if not self._used:
+            self._used, self._owner[0] = True, process
+        if self._owner[0] != process:
             raise AgentSpecError(
                 "the client was used before this process was forked off: make a client in each process"
             )
@@ -246,10 +248,13 @@ class SessionBase:
         self._client._refuse_if_unusable()
         self._conversation.add(messages, answered=answered)
 
-    def _forget(self) -> None:
-        """Erase all that this process and its store hold of the session. May block. Raises StoreError."""
-        self._conversation.forget()
-        self._client._forecaster.forget([self.id, *self._conversation.helpers])
+    def _forget(self, erased: ToErase) -> None:
+        """Erase all that this process and its store hold of the session. May block. Raises StoreError.
+
+        erased: what the server has erased besides.
+        """
+        self._conversation.forget(erased)
+        self._client._forecaster.forget([self.id, *erased.helpers])
 
     def _refuse_if_unreadable(self) -> None:
         """Raise AgentSpecError in a forked process, and if the session is to be read after its client was closed."""
@@ -312,8 +317,12 @@ def _open_log(store: str | Store | None) -> SessionLog:
     return StoreLog.of(store)
 
 
-def _close(conversations: Conversations, log: SessionLog, process: int) -> None:
-    """Store the messages that wait, and close the log. A forked process leaves the messages to its parent."""
-    if os.getpid() == process:
+def _close(conversations: Conversations, log: SessionLog, owner: list[int]) -> None:
+    """Store the messages that wait, and close the log.
+
+    owner: the process that does so, in a list. One that was forked off it lacks the threads that may hold the log's
+    locks.
+    """
+    if os.getpid() == owner[0]:
         conversations.save()
-    log.close()
+        log.close()

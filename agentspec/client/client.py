@@ -314,9 +314,10 @@ class Session(SessionBase, Loops):
         """
         self._client._refuse_if_unusable()
         with self._conversation.reserved():
+            erased = self._conversation.to_erase()
             with remedies_noted(self._client.openai):
                 self._client._erase(self._conversation, cache_salts)
-            self._forget()
+            self._forget(erased)
 
     def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
         """Let the server draft for this session from texts that it has not seen there. Return how many were new to it.

@@ -309,10 +309,11 @@ class _TokenisedTexts:
         found = self._known.get(text)
         if found is None:
             found = self._encoded(text)
-            self._bytes += len(text) + found.nbytes
-            if self._bytes > _MAX_TEXT_BYTES:
+            size = len(text) + found.nbytes
+            if self._bytes + size > _MAX_TEXT_BYTES:
                 self.clear()
             self._known[text] = found
+            self._bytes += size
         return found
 
     def _encoded(self, text: str) -> Int32Array:

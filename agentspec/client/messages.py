@@ -59,7 +59,7 @@ def as_message(message: object) -> dict[str, Any]:
             f"message: a dict or a pydantic object with a 'role' is needed, not {shown(message)};"
             ' content parts go inside one: {"role": "user", "content": [...]}'
         )
-    return {str(key): _plain(value) for key, value in fields.items()}
+    return {_plain(str(key)): _plain(value) for key, value in fields.items()}
 
 
 def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
@@ -133,7 +133,9 @@ def _plain(value: object, depth: int = 0) -> Any:
     if isinstance(value, str):
         check_text("message", value)
         return value
-    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+    if value is None or (isinstance(value, int) and _is_written(value)):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
         return value
     if depth > _DEEPEST:
         raise InvalidInputError(
@@ -146,6 +148,15 @@ def _plain(value: object, depth: int = 0) -> Any:
     if isinstance(value, pydantic.BaseModel):
         return _plain(_fields(value), depth + 1)
     raise _no_json(value)
+
+
+def _is_written(number: int) -> bool:
+    """Return whether Python writes a whole number: by default it refuses more than 4,300 digits."""
+    try:
+        str(number)
+    except ValueError:
+        return False
+    return True
 
 
 def _fields(value: pydantic.BaseModel) -> dict[str, Any]:
@@ -185,11 +196,13 @@ def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encodable_parts(value: Any) -> Any:
-    """Return a copy of a server's value, whose texts are `encodable`."""
+    """Return a copy of a server's value, whose texts are `encodable`, with null for numbers that JSON lacks."""
     if isinstance(value, Mapping):
         return {encodable(name): _encodable_parts(part) for name, part in value.items()}
     if isinstance(value, list):
         return [_encodable_parts(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return encodable(value)
 
 

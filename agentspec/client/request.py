@@ -197,6 +197,13 @@ class RequestBuilder:
             for headers in salts:
                 yield self._path_of(session), {"headers": headers}
 
+    def learn_context(self, model: str, answer: object) -> int | None:
+        """Return the length of a model's context, as `context_in` does, and note it unless it may be told later."""
+        length = context_in(answer, model)
+        if not isinstance(answer, Exception) or isinstance(answer, openai.NotFoundError):
+            self.contexts[model] = length
+        return length
+
     def learn(self, answer: object) -> None:
         """Note the result of GET PROBE_PATH: its JSON, or the exception that it raised."""
         passing = isinstance(answer, openai.APIConnectionError) or (

@@ -66,8 +66,6 @@ NAMINGS: dict[str, SessionNaming] = {
 }
 """Namings by the client's option `session_tags`. Another server needs a line here and in SessionTags."""
 
-"""Header that asks the extension for figures in its response: summary or detailed."""
-
 EXTENSION = SessionNaming(SESSION_HEADER, PARENT_HEADER, body="session_id", xargs=True, predictions=True)
 """Naming of "auto" once the server is known to have the extension. The body has the ids unencoded, and the group."""
 

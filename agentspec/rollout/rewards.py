@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ Reward = Callable[[Problem, Sample], Any]
 """Function that is called in a thread for each finished sample. Returns a finite number, or an awaitable of one."""
 
 _THREADS = 4
+_LARGEST = 1e150
+"""Largest reward: squares of rewards must be numbers, too."""
 _FAILURES_LOGGED = 10
 """Most failures that are logged: a wrong function fails for each of a million samples, in the same way."""
 _MOST_HUNG = 64
@@ -62,12 +65,24 @@ class Rewards:
         return len(self._waiting) + len(self._running)
 
     def drop(self) -> list[Sample]:
-        """Forget the samples that are not yet back, such as those of an interrupted rollout. Return them as given."""
-        dropped = [call.sample for call in self._running.values()] + [sample for _, sample in self._waiting]
+        """Forget the samples that are not yet back, such as those of an interrupted rollout.
+
+        Returns them as given, or with their rewards if these are known.
+        """
+        known = list(self._known())
+        dropped = known + [call.sample for call in self._running.values()] + [sample for _, sample in self._waiting]
         self._waiting.clear()
         self._hung += [call.thread for call in self._running.values()]
         self._running.clear()
         return dropped
+
+    def _known(self) -> Iterator[Sample]:
+        """Take back the samples whose rewards are known, without calling for others'."""
+        with suppress(Empty):
+            while True:
+                number, sample = self._done.get_nowait()
+                if self._running.pop(number, None) is not None:
+                    yield sample
 
     def give(self, problem: Problem, sample: Sample) -> None:
         """Let a sample wait for its reward."""
@@ -162,6 +177,8 @@ class Rewards:
             raise TypeError(f"it returned {_shown(returned)}; return a number") from None
         if not math.isfinite(value):  # all advantages of its group would be nan, and JSON has no form for it
             raise ValueError(f"{value} is not a finite number")
+        if abs(value) > _LARGEST:
+            raise ValueError(f"{value} is too large; return a number up to {_LARGEST:g}")
         return value
 
 

@@ -47,8 +47,7 @@ def answer_prompts(source: PromptsSource, model: Model, out: Path, progress: Cal
         for at in range(done, len(prompts), _TOGETHER):
             part = slice(at, at + _TOGETHER)
             answers = _ask(engine, source, prompts[part], asked[part])
-            with out.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(answer) + "\n" for answer in answers)
+            _append(out, answers)
             progress(at + len(answers), len(prompts))
     finally:
         engine.close()  # frees the device's memory
@@ -86,6 +85,15 @@ def _has_text_alone(message: dict[str, Any]) -> bool:
 
 def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _append(out: Path, answers: list[dict[str, Any]]) -> None:
+    try:
+        with out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(answer) + "\n" for answer in answers)
+    except OSError as error:  # on a full disk it names no file
+        why = f"{error.strerror}; mend that, and run the command again to go on"
+        raise OSError(error.errno, why, str(out)) from error
 
 
 def _answered(out: Path) -> int:

@@ -203,6 +203,7 @@ std::string Cache::load(const std::string& path, const std::string& identity) {
   std::lock_guard lock(mutex_);
   if (!entries_.empty()) throw std::runtime_error("the cache is in use already: load into a new one");
   loaded.set_limits(entries_.limits);
+  if (entries_.erasures > 0) throw std::runtime_error("a session was erased while it was read");
   entries_ = std::move(loaded);
   return note;
 }

@@ -115,9 +115,11 @@ std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
   auto left = turn.response();
   std::shared_ptr<const SuffixIndex> known;
   while (true) {
+    std::shared_ptr<const SuffixIndex> former;  // outlives the lock: freeing it waits for Python's
     {
       std::lock_guard lock(mutex_);
-      if (std::exchange(known, public_) != public_) request.forget_public();
+      former = std::exchange(known, public_);
+      if (former != public_) request.forget_public();
       for (std::size_t i = 0; i < kLearnedPerSlice && !left.empty(); ++i) {
         left = left.subspan(replay_step(request, left, cost));
       }

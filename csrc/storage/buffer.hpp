@@ -228,6 +228,7 @@ class Buffer {
       copy_to(fresh, bytes);
     }
     huge_ = true;
+    released_ = released_ / kHugePage * kHugePage;  // dispose() needs a multiple of granule(), which has grown
   }
 #endif
 

@@ -148,3 +148,33 @@ def test_ten_times_the_budget_stays_within_it(flood: str) -> None:
     assert said <= budget
     assert peak <= 1.15 * budget  # evicted memory is released a little later
     assert held < 1.1 * budget + (2 << 20), (held, said)
+
+
+def test_an_index_that_grew_beyond_64_mb_behind_a_freed_front_gives_its_memory_back() -> None:
+    """Its memory then lies in pages of another size. Freeing it once went on below its beginning, without an end."""
+    program = """
+import numpy as np
+from agentspec.cache import FinishedTurn, SuffixCache
+
+cache = SuffixCache(max_bytes=None, max_tokens=12_000_000)
+random, none = np.random.default_rng(0), np.zeros(0, np.int32)
+
+def add(numbers):
+    for number in numbers:
+        text = random.integers(0, 2**31 - 2, 100_000).astype(np.int32)
+        cache.restore(FinishedTurn("t", None, 0, none, text, writer="w" * 16, number=number + 1))
+    cache.catch_up()
+
+for begin in range(0, 142, 10):
+    add(range(begin, min(begin + 10, 142)))
+cache.resize(max_bytes=None, max_tokens=40_000_000)
+add(range(142, 175))
+assert cache.forget_tenant("t")
+calls = 0
+while cache.catch_up(1000):
+    calls += 1
+    assert calls < 1000
+assert (cache.stats().bytes, cache.stats().leaving) == (0, 0)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -216,6 +216,57 @@ def test_budgets_may_change_while_a_snapshot_is_loaded(tmp_path: Path) -> None:
     assert cache.stats().tokens == filled.stats().tokens
 
 
+def test_a_session_that_is_erased_while_a_snapshot_is_loaded_does_not_come_back(tmp_path: Path) -> None:
+    saved = SuffixCache()
+    random, none = np.random.default_rng(1), np.zeros(0, np.int32)
+    for number in range(20):
+        text = random.integers(0, 50_000, 50_000).astype(np.int32)
+        saved.restore(FinishedTurn("t", f"s{number}", 0, none, text, writer="w", number=number + 1))
+    saved.save(tmp_path / "snapshot")
+    cache = SuffixCache()
+    cache.remove_session("t", "s3")  # as if it came while the file is read
+    with pytest.raises(SnapshotError, match="a session was erased while it was read"):
+        cache.load_snapshot(tmp_path / "snapshot")
+    assert not cache.has_session("t", "s3")
+
+
+def test_a_corpus_may_be_replaced_while_turns_are_learned_from() -> None:
+    """Freeing the former one waits for Python's lock, so that must not happen under the cache's."""
+    program = """
+import threading, time
+import numpy as np
+from agentspec.cache import FinishedTurn, SuffixCache
+
+random, none = np.random.default_rng(1), np.zeros(0, np.int32)
+text = random.integers(0, 50_000, 3000).astype(np.int32)
+cache = SuffixCache()
+cache.publish([text], max_bytes=10**8)
+cache.restore(FinishedTurn("t", "s", 0, none, text[:200], writer="a", number=1))
+learned, end = [0], time.monotonic() + 4
+
+def learn():
+    while time.monotonic() < end:
+        learned[0] += 1
+        cache.learn_from(FinishedTurn("t", "s", 0, text[:50], text, writer="b", number=learned[0]))
+
+def publish():
+    while time.monotonic() < end:
+        cache.publish([random.integers(0, 50_000, 200).astype(np.int32)], max_bytes=10**8)
+
+def look():
+    while time.monotonic() < end:
+        cache.stats()
+
+threads = [threading.Thread(target=call) for call in (learn, publish, look, look)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_two_caches_that_save_to_one_path_leave_a_whole_snapshot(tmp_path: Path) -> None:
     """Two containers that share a folder may have processes of the same id, as two threads have."""
     rng, path = np.random.default_rng(3), tmp_path / "snapshot"

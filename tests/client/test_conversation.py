@@ -66,7 +66,7 @@ def test_a_session_that_was_cleared_goes_on_though_it_cannot_be_read() -> None:
     log = Log()
     log.away = True
     conversation = Conversation("s", log)
-    conversation.forget()
+    conversation.forget(conversation.to_erase())
     conversation.load()
     assert conversation.messages() == []
 

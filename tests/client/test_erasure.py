@@ -12,7 +12,7 @@ import pytest
 from agentspec import AgentClient, AsyncAgentClient, Stage, StoreUnavailableError
 from agentspec.cache.store import open_store
 from agentspec.client.history.erasure_list import ErasureList
-from agentspec.identifiers import is_helper
+from agentspec.identifiers import MAX_ID_LENGTH, helpers_of, is_helper
 
 from .fake_server import FakeServer
 from .histories import connect, contents, salts_of_erasures, stored
@@ -240,3 +240,22 @@ def test_a_salt_that_is_sent_again_counts_as_the_latest() -> None:
     for salt in ("one", "two", "one"):
         erasures.add_salt("s", salt)
     assert erasures.salts("s") == ["two", "one"] and erasures.salts("t") == []
+
+
+def test_what_was_erased_once_is_not_erased_again() -> None:
+    server = FakeServer(extension=True)
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        session = client.session("s")
+        for _ in range(3):
+            session.best_of("task", 2, lambda reply: 1.0)
+            session.chat("more", extra_body={"cache_salt": "pepper"})
+            server.received.clear()
+            session.clear()
+            assert len(server.erased) == 6  # the session and two helpers, each with and without the salt
+
+
+def test_long_ids_that_begin_alike_have_other_helpers() -> None:
+    long = "x" * 210
+    helper = f"{helpers_of(long + 'a')}.3"
+    assert is_helper(helper, long + "a") and not is_helper(helper, long + "b")
+    assert len(helper) <= MAX_ID_LENGTH

@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 
-from agentspec import AgentSpecError, AsyncAgentClient, Budget, InvalidInputError, Progress, Reply, Stage
+from agentspec import AgentClient, AgentSpecError, AsyncAgentClient, Budget, InvalidInputError, Progress, Reply, Stage
 
 from .fake_server import FakeServer
 from .loop_runs import add, release, short
@@ -336,3 +336,31 @@ class TestPipeline:
         critic = lambda reply: None if reply.text else "Say something."  # noqa: E731
         result, messages = run("pipeline", "a game", [Stage("code", "Code", critic=critic)])
         assert (result.stopped, messages[-1]["content"]) == ("done", "answer 2")
+
+
+def test_no_further_answer_is_asked_for_once_progress_has_ended_the_loop(server: FakeServer) -> None:
+    """The first answer's reward takes long, and the error of another one ends the loop at once."""
+    go_on = threading.Event()
+
+    def reward(reply: Reply) -> float:
+        if reply.session is not None and reply.session.endswith(".1"):
+            go_on.wait(60)
+        return 1.0
+
+    def stop(progress: Any) -> None:
+        raise KeyError("of the test")
+
+    with AgentClient(base_url=server.url, model="small", store=None) as client, pytest.raises(KeyError):
+        client.session("s").best_of("task", 40, reward, at_once=2, on_progress=stop)
+    go_on.set()
+    assert len(server.chats) <= 4
+
+
+def test_the_models_context_is_asked_for_again_after_a_passing_error(server: FakeServer) -> None:
+    server.max_model_len = 4096
+    with AgentClient(base_url=server.url, model="small", store=None, max_retries=0) as client:
+        requests = client._requests
+        assert requests.learn_context("small", TimeoutError()) is None
+        assert requests.contexts == {}
+        client.session("s").refine("task", lambda reply: None, budget=Budget(tokens=100_000))
+        assert requests.contexts == {"small": 4096}

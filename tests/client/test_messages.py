@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agentspec import AgentClient, InvalidInputError
+from agentspec.client.messages import as_message
 
 from .fake_server import FakeServer
 
@@ -126,3 +127,9 @@ def test_an_answer_with_halves_of_characters_leaves_the_session_usable(server: F
         session.tool_result("c", "done")
         assert session.chat("two").text
         assert session.forecast().calls == 2
+
+
+@pytest.mark.parametrize("message", [{"role": "user", "content": "x", "n": 10**5000}, {"role": "user", "\ud800": "x"}])
+def test_what_no_request_can_carry_is_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=r"message"):
+        as_message(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -315,3 +316,17 @@ def test_what_shows_gaps_is_bounded_too() -> None:
     store.failing = set()
     outbox.close(60.0)
     assert len(read_session(store, "first").history) == 1
+
+
+def test_a_thread_that_cannot_start_is_started_with_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = FailingStore()
+    outbox, view = Outbox(lambda: store), ClientView("a")
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse)
+        outbox.put(view, [Said(0, {"role": "user", "content": "waits"})])
+    outbox.put(view, [Said(1, {"role": "user", "content": "goes"})])
+    outbox.close(60.0)
+    assert len(read_session(store, "a").history) == 2

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,7 +26,7 @@ from agentspec import (
     StoreURLError,
 )
 from agentspec.cache.store import Retention, default_store_url, open_store
-from agentspec.client.history.outbox import NAMESPACE
+from agentspec.client.history.outbox import NAMESPACE, read_session
 from tests.store.helpers import damage_payload, wait_until
 
 from .fake_server import FakeServer
@@ -299,3 +300,47 @@ def test_the_default_store_stays_within_its_limits_while_a_client_runs(
         client.session("new").chat("two")
         wait_until(lambda: len(store.sessions(NAMESPACE)) == 1)
         store.close()
+
+
+def test_a_forked_process_that_ends_waits_for_no_lock_of_its_parents(tmp_path: Path) -> None:
+    """The parent's thread is writing at the fork. The child has its locks, and not the thread that releases them."""
+    program = f"""
+import os, sys, time
+from agentspec import AgentClient
+
+client = AgentClient(base_url="http://127.0.0.1:9/v1", model="m", store="sqlite:///{tmp_path / "s.db"}")
+session = client.session("a")
+session.load()
+for number in range(8):
+    for _ in range(60):
+        session.add({{"role": "user", "content": "x" * 20_000}})
+    time.sleep(0.003 * (number % 5))
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    for _ in range(1000):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            break
+        time.sleep(0.02)
+    else:
+        os.kill(child, 9)
+        sys.exit("a child hangs")
+client.close()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    with closing(open_store(f"sqlite:///{tmp_path / 's.db'}")) as store:
+        assert len(read_session(store, "a").history) == 8 * 60
+
+
+def test_a_client_that_a_forked_process_uses_first_stores_its_messages_there(tmp_path: Path) -> None:
+    client = AgentClient(base_url="http://127.0.0.1:9/v1", model="m", store=f"sqlite:///{tmp_path / 's.db'}")
+    child = os.fork()
+    if child == 0:
+        with client:
+            client.session("a").add({"role": "user", "content": "kept"})
+        os._exit(0)
+    os.waitpid(child, 0)
+    client.close()
+    with closing(open_store(f"sqlite:///{tmp_path / 's.db'}")) as store:
+        assert len(read_session(store, "a").history) == 1

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from agentspec.awaiting import awaited
 from agentspec.errors import AgentSpecError
 from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample, generator
 from agentspec.rollout.formats import folder_for
 from agentspec.rollout.rewards import Rewards
 from tests.rollout.stand_in_engine import LLM, PROBLEMS, Engine, run
+from tests.store.helpers import wait_until
 
 
 def test_rewards_are_written_and_a_failing_one_ends_nothing(tmp_path: Path) -> None:
@@ -467,3 +469,49 @@ def test_a_kill_while_samples_are_scored_again_keeps_what_was_scored(
 def test_a_wrong_limit_of_rewards_is_refused(tmp_path: Path, seconds: float) -> None:
     with pytest.raises(AgentSpecError, match="reward_seconds"):
         run(tmp_path / "r.jsonl", Plan(), reward_seconds=seconds)
+
+
+def test_rewards_that_are_known_are_not_dropped() -> None:
+    release = threading.Event()
+    rewards = Rewards(lambda problem, sample: 1.0 if sample.sample else float(release.wait(60)))
+    for number in range(3):
+        rewards.give(Problem("a", "x"), Sample("a", 0, number, [1], [2], [0.0], "t"))
+    wait_until(lambda: rewards._done.qsize() == 2)
+    assert sorted((sample.sample, sample.reward) for sample in rewards.drop() if sample.reward is not None) == [
+        (1, 1.0),
+        (2, 1.0),
+    ]
+    release.set()
+
+
+def test_an_asynchronous_reward_that_blocks_costs_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    async def block() -> None:
+        release.wait(60)
+
+    async def one() -> float:
+        return 1.0
+
+    with pytest.raises(TimeoutError):
+        awaited(block(), 0.1)
+    assert awaited(one(), 60.0) == 1.0
+    release.set()
+
+
+def test_a_forked_process_has_an_event_loop_of_its_own() -> None:
+    async def one() -> float:
+        return 1.0
+
+    assert awaited(one()) == 1.0
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if awaited(one(), 30.0) == 1.0 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_reward_whose_square_is_no_number_is_refused(tmp_path: Path) -> None:
+    _, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=lambda problem, sample: 1e300)
+    assert {sample.reward_error for sample in samples} == {
+        "ValueError: 1e+300 is too large; return a number up to 1e+150"
+    }

@@ -457,3 +457,24 @@ def test_an_error_beside_the_cache_costs_one_request_at_most(
     counters = rows.engine.stats()["counters"]
     kind = {"groups": "start", "loads": "load", "ends": "finish"}[what]
     assert (counters[f"errors_{kind}"], counters.get("errors_propose", 0)) == (1, 0)
+
+
+def test_a_request_whose_start_fails_half_way_leaves_the_cache(rows: Rows) -> None:
+    """Here at a token beyond the vocabulary, in the text of a request that ended before its start."""
+    rows.engine._work_time.for_begun = lambda: 0.0  # type: ignore[method-assign]
+    rows.begin_first("r0", "r1", "r2", "r3")
+    for name in ("r0", "r1", "r2", "r3"):
+        rows.engine.finish(name, None, lambda: [*range(PROMPT), 5000, 5, 6])
+    rows.engine.finish_if_idle()
+    assert rows.engine.stats()["counters"]["errors_start"] >= 2
+    assert rows.engine.cache.stats().requests == 0
+
+
+def test_a_request_whose_end_fails_leaves_the_cache(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    rows.begin("r0")
+    monkeypatch.setattr(rows.engine.cache, "finish", refuse)
+    rows.end("r0")
+    assert rows.engine.cache.stats().requests == 0

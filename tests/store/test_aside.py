@@ -174,3 +174,16 @@ def test_a_record_that_went_first_on_trial_goes_back_to_its_place() -> None:
     aside.add(log, [trial], again=True)
     assert (len(aside), aside.oldest()) == (6, 1)
     assert [numbers_of(aside.take(log)) for _ in range(4)] == [[1, 2], [3], [4, 5], [6]]
+
+
+def test_the_oldest_record_is_known_after_others_have_gone() -> None:
+    """A part that is away holds appends of several logs, whose records may lie between each other."""
+    aside = SetAside()
+    aside.add("node", records("a", 1, session="gone") + records("a", 4, 6))
+    aside.add("node", records("b", 2, 3))
+    aside.forget("gone")
+    assert aside.oldest() == 2
+    assert [aside.drop_oldest().number for _ in range(4)] == [2, 3, 4, 6]
+    aside.add("node", records("a", 1, 5))
+    aside.add("node", records("b", 2, 3))
+    assert [aside.drop_oldest().number for _ in range(4)] == [1, 2, 3, 5]

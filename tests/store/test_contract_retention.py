@@ -4,12 +4,7 @@ import time
 
 import pytest
 
-from agentspec.cache.store import (
-    NewEntry,
-    Retention,
-    Store,
-    trim_sessions,
-)
+from agentspec.cache.store import Erasure, NewEntry, Retention, Store, trim_sessions
 from tests.store.helpers import NS, fill, payloads
 
 pytestmark = pytest.mark.usefixtures("patience")
@@ -230,3 +225,17 @@ def test_what_age_took_counts_towards_the_number(store: Store) -> None:
     store.append(NS, [NewEntry("s", b"new")] * 10)
     assert trim(store, Retention(days=(time.time() - middle) / 86_400, records=12)) == 10
     assert payloads(store) == [b"new"] * 10
+
+
+def test_a_session_that_is_used_while_others_are_erased_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        store.append(NS, [NewEntry(name, b"1")])
+    erase = store.erase_session
+
+    def use_b(namespace: str, session: str, *, mark: bool = True) -> Erasure:
+        store.append(NS, [NewEntry("b", b"2")])
+        return erase(namespace, session, mark=mark)
+
+    monkeypatch.setattr(store, "erase_session", use_b)
+    assert trim_sessions(store, NS, Retention(records=0)) == 1
+    assert [entry.payload for entry in store.read(NS)] == [b"1", b"2"]

@@ -262,8 +262,10 @@ class Store(Protocol):
 def trim_sessions(store: Store, namespace: str, retention: Retention) -> int:
     """Erase whole sessions, least recently used first, until the rest is within the limits. Return their number.
 
-    The store's own ``trim`` would cut off the beginning of a long session. Here only payloads count as bytes.
+    A session that is used meanwhile stays. The store's own ``trim`` would cut off the beginning of a long session. Here
+    only payloads count as bytes.
     """
+    end = store.newest(namespace)
     held = sorted(store.sessions(namespace), key=lambda usage: usage.used)
     records, size = sum(usage.records for usage in held), sum(usage.bytes for usage in held)
     erased = 0
@@ -273,6 +275,8 @@ def trim_sessions(store: Store, namespace: str, retention: Retention) -> int:
         too_large = retention.bytes is not None and size > retention.bytes
         if not (too_old or too_many or too_large):
             break
+        if any(store.read(namespace, session=usage.session, after=end, newest=1)):
+            continue  # it was used since: erasing takes long
         store.erase_session(namespace, usage.session, mark=False)
         records, size, erased = records - usage.records, size - usage.bytes, erased + 1
     while erased and store.trim(Retention()).more:  # return the space

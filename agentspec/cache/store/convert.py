@@ -263,8 +263,15 @@ def _convert_file(path: Path, secret: str | None, tenant: str | None) -> Convert
             connection.execute("BEGIN IMMEDIATE")  # so that no other process writes or converts meanwhile
             for leftover in (*_files(new), _part(old)):
                 leftover.unlink(missing_ok=True)
-            with closing(SQLiteStore(new)) as store:
-                _convert_rows(connection, store, secret, tenant, counts)
+            try:
+                with closing(SQLiteStore(new)) as store:
+                    _convert_rows(connection, store, secret, tenant, counts)
+                if any(beside.exists() for beside in _files(new)[1:]):  # SQLite could not move its log into it
+                    raise StoreUnavailableError(f"{new}: database or disk is full; make room, and convert again")
+            except BaseException:
+                for leftover in _files(new):
+                    leftover.unlink(missing_ok=True)
+                raise
             connection.execute("COMMIT")
             if not empty_log(connection):
                 raise sqlite3.OperationalError("another process reads it")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from agentspec.client.history.erasure_list import ErasureList
+from agentspec.client.history.erasure_list import ErasureList, ToErase
 from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored, conflict_error
 from agentspec.client.messages import shown
 from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
@@ -165,13 +165,21 @@ class Conversation:
                 self.resumed = min(self.resumed, len(self._history))
             return last
 
-    def forget(self) -> None:
-        """Remove all messages, stored ones first. May block. Raises StoreError, and then keeps the messages here."""
+    def forget(self, erased: ToErase) -> None:
+        """Remove all messages, stored ones first. May block. Raises StoreError, and then keeps the messages here.
+
+        erased: what the server has erased besides.
+        """
         with self._load_lock:
             self._log.remove(self.id)
             with self._guard:
                 self._replace_history(Stored())
                 self.loaded = True
+        self._erasures.remove(self.id, erased)
+
+    def to_erase(self) -> ToErase:
+        """Return what the server has to erase besides the session."""
+        return ToErase(self._erasures.salts(self.id), self.helpers)
 
     def new_helper(self) -> str:
         """Return the id of a new session for a loop of this one, to be erased with it. The latest are remembered."""

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 _MAX_SESSIONS = 10_000
 _MAX_NAMES = 1_000  # salts of a session, and helpers
+
+
+class ToErase(NamedTuple):
+    """Hold what has to be erased with a session: its salts, and its helper sessions with theirs."""
+
+    salts: list[str]
+    helpers: list[str]
 
 
 class ErasureList:
@@ -38,6 +46,18 @@ class ErasureList:
     def add_helper(self, session: str, helper: str) -> None:
         """Note a session that a loop of the session uses."""
         self._add(self._helpers, session, helper)
+
+    def remove(self, session: str, erased: ToErase) -> None:
+        """Forget what was erased with a session, so that it is not erased again."""
+        with self._lock:
+            for helper in erased.helpers:
+                self._salts.pop(helper, None)
+            for names_of, names in ((self._salts, erased.salts), (self._helpers, erased.helpers)):
+                held = names_of.pop(session, {})
+                for name in names:
+                    held.pop(name, None)
+                if held:
+                    names_of[session] = held
 
     def _add(self, names_of: dict[str, dict[str, None]], session: str, name: str) -> None:
         with self._lock:

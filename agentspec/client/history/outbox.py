@@ -16,7 +16,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from agentspec.cache.store import NEW_SESSION, CutRecord, MessageRecord, NewEntry, RecordReader, Store, encode
 from agentspec.client.history.session_log import ClientView, Said, Stored, conflict_error
@@ -44,7 +44,8 @@ def read_session(store: Store, session: str) -> Stored:
     for entry, record in RecordReader().read(store.read(NAMESPACE, session=session)):
         last = entry.sequence
         if isinstance(record, CutRecord):
-            history = [said for said in history if said.position < record.position]
+            while history and history[-1].position >= record.position:
+                history.pop()
             position = record.position
             continue
         if isinstance(record, MessageRecord):
@@ -66,7 +67,7 @@ class _Write:
 
     view: ClientView
     records: list[MessageRecord | CutRecord]
-    size: int = 0
+    size: int = field(init=False)
     tried: bool = False
 
     def __post_init__(self) -> None:
@@ -198,9 +199,18 @@ class Outbox:
             self._bytes += write.size
             self._make_room()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="agentspec-outbox", daemon=True)
-                self._thread.start()
+                self._start()
             self._changed.notify_all()
+
+    def _start(self) -> None:
+        """Start the thread. If that is not possible now, the next message tries it again."""
+        thread = threading.Thread(target=self._run, name="agentspec-outbox", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("agentspec: messages wait to be stored, because no thread can be started: %s", error)
+        else:
+            self._thread = thread
 
     def _waiting_bytes(self) -> int:
         return self._bytes + (0 if self._current is None else self._current.size)

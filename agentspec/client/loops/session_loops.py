@@ -14,7 +14,7 @@ from agentspec.client.loops.generators import Stage, best_of, pipeline, refine, 
 from agentspec.client.loops.steps import run_loop, run_loop_async
 from agentspec.client.loops.tools import Tool, ToolBox
 from agentspec.client.messages import Content
-from agentspec.client.request import MODELS_PATH, ResponseFormat, context_in
+from agentspec.client.request import MODELS_PATH, ResponseFormat
 
 
 class Loops:
@@ -31,9 +31,10 @@ class Loops:
         """Return the length of a model's context, for budgets of tokens. None stands for the client's model."""
         requests = self._client._requests
         model = model or requests.model
-        if model not in requests.contexts:
-            requests.contexts[model] = context_in(self._client._ask(MODELS_PATH), model)
-        length: int | None = requests.contexts[model]
+        if model in requests.contexts:
+            known: int | None = requests.contexts[model]
+            return known
+        length: int | None = requests.learn_context(model, self._client._ask(MODELS_PATH))
         return length
 
     def refine(
@@ -128,9 +129,10 @@ class AsyncLoops:
         """Return the length of a model's context, as `Loops._context_of` does."""
         requests = self._client._requests
         model = model or requests.model
-        if model not in requests.contexts:
-            requests.contexts[model] = context_in(await self._client._ask(MODELS_PATH), model)
-        length: int | None = requests.contexts[model]
+        if model in requests.contexts:
+            known: int | None = requests.contexts[model]
+            return known
+        length: int | None = requests.learn_context(model, await self._client._ask(MODELS_PATH))
         return length
 
     async def refine(

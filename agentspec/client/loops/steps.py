@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import closing
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -88,7 +88,7 @@ def _perform(step: Any) -> Any:
 
 
 def _run_together(step: Together) -> None:
-    """Run loops in threads. Raises the error of the first loop that has one.
+    """Run loops in threads. Raises the error of the first loop that has one, after which no other begins.
 
     The threads are daemons, so that the program ends at Ctrl-C. With a ThreadPoolExecutor's threads it would go on
     until the model has answered the calls that run.
@@ -102,14 +102,19 @@ def _run_together(step: Together) -> None:
             except IndexError:  # there is none left
                 return
             _settle(future, functools.partial(_drive, steps))
+            if future.exception() is not None:
+                waiting.clear()
+                return
 
     futures = [future for _, future in waiting]
     try:
         for _ in range(min(step.at_once, len(futures))):
             context = contextvars.copy_context()  # of the caller, for its tools and for tracing
             threading.Thread(target=context.run, args=(run,), name="agentspec-loop", daemon=True).start()
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in futures:
-            future.result()
+            if future in done:
+                future.result()
     finally:  # after an error or interrupt no loop begins; the calls that run end by themselves and change nothing here
         waiting.clear()
 

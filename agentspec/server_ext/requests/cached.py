@@ -35,6 +35,7 @@ class CachedRequests:
         identity = new.identity
         if state.identity.session != identity.session:  # the session was erased: draft from the request's own text
             identity = replace(identity, session=None, scope="none")
+        begun = False
         try:
             group = self._groups.group_of(identity, prompt)
             self._cache.start(
@@ -51,6 +52,7 @@ class CachedRequests:
                 quotable=new.quotable,
                 parent=identity.parent_session,
             )
+            begun = True
             if identity.session is not None and state.identity.session is None:  # another thread has just erased it
                 self._cache.remove_session(identity.tenant, identity.session)
             if len(response):
@@ -58,6 +60,8 @@ class CachedRequests:
         except Exception as error:  # the other requests must get their drafts even if this one cannot start
             self._metrics.count_error("start", error)
             state.failed = True
+            if begun:  # otherwise the id may be another request's
+                self.drop(new.request_id)
             return
         state.started = True
         self._metrics.counters["started"] += 1
@@ -105,3 +109,4 @@ class CachedRequests:
                 self._persistence.save(turn, state.identity)
         except Exception as error:
             self._metrics.count_error("finish", error)
+            self.drop(state.request_id)

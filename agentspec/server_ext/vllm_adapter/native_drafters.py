@@ -141,7 +141,8 @@ class NativeDrafter(ModelDrafter):
         """Choose the likeliest tokens, as vLLM's drafter does, and keep their probabilities."""
         logits = self._runner.drafter.model.compute_logits(hidden_states)
         highest, tokens = logits.max(dim=-1)
-        self._probabilities.append((highest - logits.logsumexp(dim=-1)).exp())
+        # In 16 bits the likeliest half of all tokens would have one probability: 1.
+        self._probabilities.append((highest.float() - logits.float().logsumexp(dim=-1)).exp())
         return tokens
 
     def _probabilities_of(self, drafted: Any) -> NDArray[np.float32] | None:

@@ -39,26 +39,33 @@ REFUSED_LOGS = 1024
 
 @dataclass(slots=True)
 class _Part:
-    """Hold the appends that wait for one part, each with records of one log, and the number of appends of each log."""
+    """Hold the appends that wait for one part, each with records of one log, and the number of appends of each log.
+
+    The appends are in the order of their first records' numbers.
+    """
 
     breaker: CircuitBreaker
     appends: deque[list[QueuedRecord]] = field(default_factory=deque)
     logs: Counter[str] = field(default_factory=Counter)
 
     def add(self, items: list[QueuedRecord]) -> None:
-        """Let an append wait, behind the others."""
-        self._insert(len(self.appends), items)
+        """Let an append wait."""
+        number, place = items[0].number, len(self.appends)
+        while place and self.appends[place - 1][0].number > number:
+            place -= 1
+        self.appends.insert(place, items)
+        self.logs[items[0].namespace] += 1
 
     def put_back(self, items: list[QueuedRecord]) -> None:
-        """Let an append wait again, by its first number among the appends of its log, before those of other logs."""
-        log, number, place = items[0].namespace, items[0].number, 0
-        for index, append in enumerate(self.appends):
-            if append[0].namespace == log and append[0].number < number:
-                place = index + 1
-        if place and (behind := [item for item in self.appends[place - 1] if item.number > number]):
-            del self.appends[place - 1][-len(behind) :]
-            self._insert(place, behind)
-        self._insert(place, items)
+        """Let an append wait again. Divide an append of its log that has records from before it and from behind it."""
+        log, number = items[0].namespace, items[0].number
+        for append in self.appends:
+            if append[0].namespace == log and append[0].number < number < append[-1].number:
+                behind = [item for item in append if item.number > number]
+                del append[-len(behind) :]
+                self.add(behind)
+                break
+        self.add(items)
 
     def take(self) -> list[QueuedRecord]:
         """Remove the first append, and return it. Forgets a log of which no other waits, because there may be many."""
@@ -68,10 +75,9 @@ class _Part:
 
     def take_record(self) -> QueuedRecord:
         """Remove the first record of the first append, and return it."""
-        item = self.appends[0].pop(0)
-        if not self.appends[0]:
-            self.appends.popleft()
-            self._note_gone(item.namespace)
+        item, *rest = self.take()
+        if rest:
+            self.add(rest)
         return item
 
     def take_other(self, session: str | None) -> list[QueuedRecord]:
@@ -85,10 +91,6 @@ class _Part:
                         self._note_gone(item.namespace)
                     return [item]
         return []
-
-    def _insert(self, place: int, items: list[QueuedRecord]) -> None:
-        self.appends.insert(place, items)
-        self.logs[items[0].namespace] += 1
 
     def _note_gone(self, namespace: str) -> None:
         self.logs[namespace] -= 1

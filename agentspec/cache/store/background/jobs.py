@@ -29,6 +29,7 @@ class StoreJobs:
         self._pool = ThreadPoolExecutor(1, "agentspec-store-jobs")  # starts its thread with the first job
         self._queues: dict[str | None, deque[tuple[Future[Any], Callable[[Store], Any]]]] = {}  # next owner first
         self._counts: Counter[str | None] = Counter()  # of the jobs that wait or run, by owner
+        self._closed = False
         self._lock = threading.Lock()
 
     def submit(self, job: Callable[[Store], Result], owner: str | None = None) -> "Future[Result]":
@@ -43,8 +44,9 @@ class StoreJobs:
                 raise StoreUnavailableError(f"{waiting} jobs wait for the store already; try again later")
             try:
                 self._pool.submit(self._run_next)
-            except RuntimeError:
-                raise StoreUnavailableError("the store is closed; it takes no more jobs") from None
+            except RuntimeError as error:  # also where no thread can be started
+                why = "the store is closed; it takes no more jobs" if self._closed else f"{error}; try again later"
+                raise StoreUnavailableError(why) from None
             self._queues.setdefault(owner, deque()).append((future, job))
             self._counts[owner] += 1
         future.add_done_callback(lambda _: self._end(owner))
@@ -57,6 +59,7 @@ class StoreJobs:
 
     def close(self) -> None:
         """Cancel the jobs that have not begun."""
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             waiting = [future for queue in self._queues.values() for future, _ in queue]
