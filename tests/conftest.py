@@ -1,5 +1,6 @@
 """Provide the fixtures of all tests."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,16 @@ def clock_off() -> Iterator[None]:
 
     with without_clock():
         yield
+
+
+@pytest.fixture(autouse=True)
+def environment_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what code sets for the processes that it starts."""
+    for name in ("AGENTSPEC_STORE", "AGENTSPEC_SETTINGS"):
+        before = os.environ.get(name)
+        monkeypatch.setenv(name, before or "")
+        if before is None:
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ Show: TypeAlias = Callable[[Sample, Sample | None, str], None]
 def _shown(console: Console, url: str) -> Iterator[Show]:
     """Yield a function that shows samples: on the whole terminal, and in a log or a pipe one after the other."""
     if not console.is_terminal:
-        yield lambda now, before, why: console.print(*([why] if why else []), draw(now, before, url))
+        yield lambda now, before, why: console.print(*([Text(why)] if why else []), draw(now, before, url))
         return
     with Live(console=console, auto_refresh=False, screen=True) as live:
 

@@ -145,7 +145,7 @@ class RequestBuilder:
         self._speculation = "summary" if speculation is True else speculation or None
         self._token_ids = token_ids
         self.contexts: dict[str, int | None] = {}  # by model: the length of its context, once its server was asked
-        self._of_openai = host == _OPENAI_HOST
+        self._of_openai = host == _OPENAI_HOST or host.endswith(f".{_OPENAI_HOST}")  # such as eu.api.openai.com
         self._thoughts = thoughts and not self._of_openai
         self._ask_at = 0.0
 

@@ -91,13 +91,17 @@ class Journal:
             raise InvalidInputError(f"{self.path}: holds {tuple(sample.key)} already")
         self._keep_its_name()
         line = line_of(sample)
+        begin = os.fstat(self._file).st_size
         written = 0
         try:
             while written < len(line):  # a second call comes only if the disk is full, and raises that error
                 written += os.write(self._file, line[written:])
         except BaseException as error:
-            if 0 < written < len(line):  # leave no part of a line
-                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            written = os.fstat(self._file).st_size - begin  # Ctrl-C may come between the call and its result
+            if written == len(line):
+                self._note(sample)
+            elif written > 0:  # leave no part of a line
+                os.ftruncate(self._file, begin)
             if not isinstance(error, OSError):
                 raise
             why = f"{error.strerror}; the sample {tuple(sample.key)} was not written"

@@ -28,6 +28,8 @@ _ABANDONED_SECONDS = 5.0
 """Time without a poll after which an asker counts as gone. The routes poll every quarter of a second."""
 _FLUSH_SECONDS = 1.0
 """Longest wait until queued turns are in the store, before a job reads it."""
+_SETTLE_SECONDS = 1.0
+"""Longest wait until the erasures of other engines are applied, before an erasure is answered."""
 _PART_BYTES = 256 * 1024
 """Bytes of records from which on an answer ends, because the engine passes it on between two steps."""
 _SLICE_SECONDS = 0.1
@@ -106,6 +108,7 @@ class SessionAdmin:
         is their number, in a list. only_new: leave a session that exists as it is.
         "tenants", session: the tenants under which the session holds text.
         "erase", session, tenants: remove the session everywhere. The value is an `Erasure` as a dict.
+        "settle": apply what other processes have erased by now. The value is None.
 
         anybody: take sessions of any tenant and principal. A tenant stands for itself and for the tenants that an
         adapter or a cache salt sets apart from it.
@@ -184,6 +187,8 @@ class SessionAdmin:
         """Begin a job. Return its futures, as _Job holds them."""
         if what == "erase":
             return self._erase(owner, *args)
+        if what == "settle":
+            return (self._persistence.submit(lambda _: self._persistence.settle(_SETTLE_SECONDS), owner),)
         if what == "tenants":
             args = (*args, {state.identity.tenant for state in self._states_of(args[0])})
         jobs: dict[str, Callable[..., Iterator[list[Any]]]] = {

@@ -289,11 +289,16 @@ def settle_store(config: object) -> Settings:
     except StoreUnavailableError as error:
         if "store" in settings.model_fields_set:
             raise StoreUnavailableError(f"store {error} (--store or AGENTSPEC_STORE)") from error
-        os.environ[ENVIRONMENT["store"]] = memory_instead(str(error))
+        _hand_on(memory_instead(str(error)))
         return load_settings(config)
     if "store" not in settings.model_fields_set and settings.store.startswith("memory:"):
-        os.environ[ENVIRONMENT["store"]] = settings.store  # so that other processes do not say so again
+        _hand_on(settings.store)  # so that other processes do not say so again
     return settings
+
+
+def _hand_on(store: str) -> None:
+    """Let a store replace the default one, in this process and those that it starts. A named store stays."""
+    os.environ[_SETTINGS] = json.dumps({"store": store} | _from_environment(os.environ))
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

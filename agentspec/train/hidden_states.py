@@ -212,7 +212,7 @@ def _write(conversations: Sequence[Conversation], file: Path, target: Target, pr
             states = target.hidden_states([torch.from_numpy(conversation.tokens).long() for conversation in batch])
         for conversation, state in zip(batch, states, strict=True):
             for start, end in conversation.responses:
-                hidden.append(state[start - 1 : end - 1].cpu())
+                hidden.append(state[start - 1 : end - 1].to("cpu", copy=True))  # a view would keep the whole batch
                 tokens.append(torch.from_numpy(conversation.tokens[start:end].copy()))
         progress(sum(len(conversation.tokens) for conversation in batch))
     rows = {"hidden": torch.cat(hidden), "tokens": torch.cat(tokens)}

@@ -84,12 +84,14 @@ def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_d
     served: list[str | None] = []
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("AGENTSPEC_STORE", "")
+    monkeypatch.setenv("AGENTSPEC_SETTINGS", "")
     monkeypatch.setattr("agentspec.server_ext.settings.open_store", full)
     monkeypatch.setattr(
-        "agentspec.server_ext.vllm_adapter.launch.run_vllm", lambda _: served.append(os.environ.get("AGENTSPEC_STORE"))
+        "agentspec.server_ext.vllm_adapter.launch.run_vllm",
+        lambda _: served.append(os.environ.get("AGENTSPEC_SETTINGS")),
     )
     assert agentspec("serve", "no-such-model", "--port", "0")[0] == 0
-    assert served == ["memory://"]
+    assert served == ['{"store": "memory://"}']
     assert "disk is full" in caplog.text
     status, printed = agentspec("serve", "no-such-model", "--store", f"sqlite:///{tmp_path}/named.db")
     assert status == 2

@@ -9,11 +9,13 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import openai
 import pydantic
 import pytest
 
 from agentspec import AgentClient, AgentSpecError, AsyncAgentClient, Budget, InvalidInputError, Progress, Reply, Stage
+from agentspec.client.loops.budget import bounded_timeout
 
 from .fake_server import FakeServer
 from .loop_runs import add, release, short
@@ -364,3 +366,24 @@ def test_the_models_context_is_asked_for_again_after_a_passing_error(server: Fak
         assert requests.contexts == {}
         client.session("s").refine("task", lambda reply: None, budget=Budget(tokens=100_000))
         assert requests.contexts == {"small": 4096}
+
+
+async def test_a_tool_that_awaits_something_cancelled_is_an_error_to_the_model(server: FakeServer) -> None:
+    async def add(a: int, b: int) -> int:
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        result: int = await future
+        return result
+
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    server.answers = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+        result = await client.session("s").run_tools("task", [add])
+    assert result.stopped == "done"
+    assert "CancelledError" in result.attempts[0].tools[0].answer
+
+
+def test_a_timeout_of_another_httpx_is_bounded_and_kept() -> None:
+    bounded = bounded_timeout(httpx.Timeout(5.0, read=900.0), 600.0)
+    assert isinstance(bounded, openai.Timeout)
+    assert (bounded.connect, bounded.read) == (5.0, 600.0)

@@ -330,3 +330,17 @@ def test_a_thread_that_cannot_start_is_started_with_the_next_message(monkeypatch
     outbox.put(view, [Said(1, {"role": "user", "content": "goes"})])
     outbox.close(60.0)
     assert len(read_session(store, "a").history) == 2
+
+
+def test_messages_are_stored_where_no_thread_can_be_started_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 starts none once the interpreter ends."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    store = FailingStore()
+    outbox = Outbox(lambda: store)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    outbox.put(ClientView("a"), [Said(0, {"role": "user", "content": "kept"})])
+    outbox.close(60.0)
+    assert len(read_session(store, "a").history) == 1

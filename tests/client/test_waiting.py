@@ -130,7 +130,11 @@ async def test_tool_calls_whose_turn_was_taken_back_are_not_answered(
     def interrupted() -> None:
         raise KeyboardInterrupt
 
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
     def cancelled() -> None:
+        loop.call_soon_threadsafe(task.cancel)
         raise asyncio.CancelledError
 
     server.answers = [{"content": None, "tool_calls": [CALL]}]
@@ -146,6 +150,7 @@ async def test_tool_calls_whose_turn_was_taken_back_are_not_answered(
         with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
             patch.setattr(other._conversation, "confirm", cancelled)
             await other.run_tools("What time is it?", [now])
+        task.uncancel()
         assert other.messages == [] and (await other.chat("two")).text
 
 

@@ -361,3 +361,18 @@ class TestAdminKey:
             assert not shows_admin_key(presented, environ)
         assert not shows_admin_key(sent(key=""), {}) and not shows_admin_key(sent(), {"AGENTSPEC_ADMIN_KEY": ""})
         assert not shows_admin_key(sent(key="0123456789abcdef"), {})
+
+
+def test_a_file_without_an_end_counts_once_it_has_stopped_growing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a tenant that is only half written may be another tenant's."""
+    monkeypatch.setattr("agentspec.server_ext.identity.callers._LOOK_AGAIN_SECONDS", 0.0)
+    path, digest = tmp_path / "keys", hashlib.sha256(b"key").hexdigest()
+    path.write_text(f"{digest} team-12\n")
+    keys = ApiKeysFile(path)
+    path.write_text(f"{digest} team-1")
+    assert keys.tenant_of("key") == "team-12"
+    path.write_text(f"{digest} team-13")
+    assert keys.tenant_of("key") == "team-12"
+    assert keys.tenant_of("key") == "team-13"

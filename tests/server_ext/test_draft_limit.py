@@ -67,6 +67,7 @@ def test_an_engine_whose_default_store_cannot_be_opened_keeps_turns_in_memory(
 
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("AGENTSPEC_STORE", "")
+    monkeypatch.setenv("AGENTSPEC_SETTINGS", "")
     monkeypatch.setenv("AGENTSPEC_STORE_SECRET", "")
     monkeypatch.setattr("agentspec.cache.store.urls.SQLiteStore", full)
     assert draft_limit(tmp_path / "model", DENSE, engine_options())[0] == MAX_DRAFT

@@ -3,6 +3,7 @@
 import json
 import logging
 import sqlite3
+import time
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -285,3 +286,21 @@ def test_an_erasure_forgets_what_its_caller_might_have_quoted(start: Start, monk
     monkeypatch.setattr("agentspec.server_ext.api.request_bodies._owner", lambda engine: "")  # as with api_keys_file
     assert server.erase(ADMIN, "0" * 32).status_code == 200
     assert server.state.agentspec_quotes.held_bytes == 0
+
+
+def test_a_session_may_be_used_again_as_soon_as_its_erasure_is_answered(start: Start) -> None:
+    """Each engine erases it, and must not take another's erasure for a later one."""
+    server = start(ADA)
+    ada = server.identity(ADA, "one")
+    for _ in range(15):
+        server.say(ada)
+        assert server.erase(ADA, "one").status_code == 200
+        server.say(ada, TEXT[:30])
+        time.sleep(0.02)
+        assert [len(turn["response"]) for turn in server.call(ADA, "GET", "one").json()["turns"]] == [30]
+        server.erase(ADA, "one")
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://a]b"])
+def test_an_origin_that_cannot_be_read_counts_as_another_site(start: Start, origin: str) -> None:
+    assert start().call(None, "GET", headers={"Origin": origin}).status_code == 403

@@ -417,3 +417,12 @@ def test_the_largest_import_takes_memory_in_proportion(item: str) -> None:
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 30 * len(body)
+
+
+def test_a_turn_that_continues_nothing_and_names_a_context_is_refused(start: Start) -> None:
+    server = start(ADA)
+    server.say(server.identity(ADA, "one"))
+    export = server.call(ADA, "GET", "one").json()
+    export["turns"][0] |= {"kept": 0, "parent": "f" * 16}
+    answer = server.call(ADA, "PUT", "copy", json=export)
+    assert (answer.status_code, "turns.0.parent: 0 expected" in answer.text) == (400, True)

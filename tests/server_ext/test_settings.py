@@ -1,11 +1,13 @@
 """Test settings and launch arguments: errors name the field and the remedy."""
 
+import importlib.metadata
 import inspect
 import json
 import os
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,11 +36,11 @@ def test_a_default_store_that_nobody_can_write_is_in_memory_and_the_log_says_so(
         assert load_settings({}, environ={}).store == "memory://"
     assert len(caplog.messages) == 1
     assert str(file) in caplog.text and "--store" in caplog.text
-    monkeypatch.setenv("AGENTSPEC_STORE", "")  # so that it is put back at the end
-    monkeypatch.delenv("AGENTSPEC_STORE")
+    monkeypatch.setenv("AGENTSPEC_SETTINGS", "")  # so that it is put back at the end
+    monkeypatch.delenv("AGENTSPEC_STORE", raising=False)
     assert settle_store({}).store == "memory://"
-    assert os.environ["AGENTSPEC_STORE"] == "memory://"  # for the engine's process, which need not say so again
-    monkeypatch.delenv("AGENTSPEC_STORE")
+    # for the engine's process, which need not say so again
+    assert json.loads(os.environ["AGENTSPEC_SETTINGS"]) == {"store": "memory://"}
     named = f"sqlite:///{file}/named.db"
     assert load_settings({}, environ={"AGENTSPEC_STORE": named}).store == named
 
@@ -420,3 +422,31 @@ def test_the_page_on_settings_gives_the_defaults() -> None:
             assert given[name].startswith(f"`{json.dumps(field.default).strip(chr(34))}`"), name
         else:
             assert not given[name].startswith("`"), name
+
+
+def test_the_fallback_of_one_engine_leaves_the_named_store_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AGENTSPEC_STORE", "AGENTSPEC_SETTINGS"):
+        monkeypatch.setenv(name, "")  # so that what the call sets is undone
+        monkeypatch.delenv(name)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
+    assert settle_store({"agentspec": {}}).store == "memory://"
+    named = f"sqlite:///{tmp_path / 's.db'}"
+    assert settle_store({"agentspec": {"store": named}}).store == named
+    assert settle_store({"agentspec": {}}).store == "memory://"
+
+
+def test_the_other_plugins_of_vllm_stay(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    groups = {
+        "vllm.general_plugins": "agentspec both",
+        "vllm.platform_plugins": "chip",
+        "vllm.endpoint_plugins": "both",
+    }
+    found = lambda group: [SimpleNamespace(name=name) for name in groups.get(group, "").split()]  # noqa: E731
+    monkeypatch.setattr(importlib.metadata, "entry_points", found)
+    environ = dict[str, str]()
+    prepare_environment(environ)
+    assert environ["VLLM_PLUGINS"] == "agentspec,both,chip"
+    assert "the plugins both add their HTTP routes" in caplog.text

@@ -181,7 +181,9 @@ class Outbox:
             if self._deadline is None:
                 self._deadline = time.monotonic() + timeout
             self._changed.notify_all()
-        if self._thread is not None:
+        if self._thread is None:
+            self._run()  # at the interpreter's end no thread can be started
+        else:
             self._thread.join(timeout + 0.5)
         with self._changed:
             left = sum(write.messages for write in self._queue)

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from agentspec.cache.store import Retention, Store, default_store_url, open_store, trim_sessions
 from agentspec.client.history.outbox import NAMESPACE, Outbox, read_session
@@ -111,7 +112,8 @@ class StoreLog(SessionLog):
             assert self._store is not None
             if (now := time.monotonic()) >= self._trim_at:
                 self._trim_at = now + _TRIM_PAUSE_S
-                threading.Thread(target=_trim, args=(self._store,), name="agentspec-retention", daemon=True).start()
+                with suppress(RuntimeError):  # no thread can be started now, or at the interpreter's end
+                    threading.Thread(target=_trim, args=(self._store,), name="agentspec-retention", daemon=True).start()
             return self._store
 
 

@@ -327,7 +327,7 @@ def bounded_timeout(timeout: object, seconds: float) -> float | openai.Timeout:
     seconds = max(seconds, _SHORTEST_TIMEOUT_S)
     if isinstance(timeout, tuple):  # HTTPX takes this form of a Timeout
         timeout = openai.Timeout(timeout)
-    if isinstance(timeout, openai.Timeout):
+    if all(hasattr(timeout, name) for name in _PHASES):  # of openai's HTTPX, or of another version that is installed
         parts = {name: getattr(timeout, name) for name in _PHASES}
         return openai.Timeout(**{name: seconds if part is None else min(part, seconds) for name, part in parts.items()})
     return min(timeout, seconds) if isinstance(timeout, int | float) else seconds

@@ -68,7 +68,7 @@ def _drive(steps: Steps[T]) -> T:
                 return value
             try:
                 result, error = _perform(step), None
-            except (Exception, SystemExit) as raised:
+            except (Exception, SystemExit, asyncio.CancelledError) as raised:
                 result, error = None, _as_error(raised)
 
 
@@ -148,11 +148,11 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
-def _as_error(raised: Exception | SystemExit) -> Exception:
+def _as_error(raised: Exception | SystemExit | asyncio.CancelledError) -> Exception:
     """Return an error for the loop. The model's code, if a tool or critic runs it, must not exit the program."""
     if isinstance(raised, Exception):
         return raised
-    error = RuntimeError(f"SystemExit: {raised.code}")
+    error = RuntimeError(f"{type(raised).__name__}: {raised}")
     error.__cause__ = raised
     return error
 
@@ -181,6 +181,11 @@ async def _drive_async(steps: Steps[T]) -> T:
                 result, error = await _perform_async(step), None
             except (Exception, SystemExit) as raised:
                 result, error = None, _as_error(raised)
+            except asyncio.CancelledError as raised:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                result, error = None, _as_error(raised)  # something that the function awaited was cancelled
 
 
 async def _perform_async(step: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -81,7 +82,8 @@ def named(call: ChatCompletionMessageToolCallUnion) -> tuple[str, str]:
     """Return the tool's name and its arguments, as the model wrote them. Some servers leave out the type of a call."""
     function = getattr(call, "function", None)
     if function is not None:
-        return function.name, function.arguments or "{}"
+        given: Any = function.arguments or "{}"
+        return function.name, given if isinstance(given, str) else json.dumps(given)  # some servers send an object
     custom = getattr(call, "custom", None)
     return ("", "") if custom is None else (custom.name, custom.input)
 

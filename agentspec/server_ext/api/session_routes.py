@@ -52,7 +52,7 @@ def _refuse_other_sites(request: Request) -> None:
     A browser here sends the calls of any page to the loopback interface, and a server may allow all origins (CORS).
     """
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site")
-    foreign = site == "cross-site" or (origin is not None and not names_loopback(urlsplit(origin).netloc))
+    foreign = site == "cross-site" or (origin is not None and not _is_of_this_machine(origin))
     if not (foreign and request.app.state.agentspec_loopback):
         return
     sender = presented()
@@ -60,6 +60,14 @@ def _refuse_other_sites(request: Request) -> None:
     if caller.principal is None and not shows_admin_key(sender):
         why = "all callers of this machine are one, so a web page of another site gets no sessions"
         raise HTTPException(status_code=403, detail=f"{why}: start the server with --api-key")
+
+
+def _is_of_this_machine(origin: str) -> bool:
+    """Return whether a page of this origin comes from this machine. An origin that cannot be read does not."""
+    try:
+        return names_loopback(urlsplit(origin).netloc)
+    except ValueError:
+        return False
 
 
 router = APIRouter(prefix=f"{ROUTES}/sessions", dependencies=[Depends(_refuse_other_sites)])
@@ -178,6 +186,8 @@ async def erase_session(request: Request, session_id: str) -> JSONResponse:
     identity = _identity(engine, session_id)
     tenants = {identity.tenant}.union(*await _run(engine, identity, "tenants", identity.session))
     erased = await _run(engine, identity, "erase", identity.session, list(tenants))
+    if len(erased) > 1:  # each engine has to read the others' tombstones before the session is used again
+        await _run(engine, identity, "settle")
     forget_quotable(request.app.state, engine)
     complete = all(answer["complete"] for answer in erased)
     content = {"id": session_id, "records": sum(answer["records"] for answer in erased), "complete": complete}
@@ -364,6 +374,8 @@ def _import(session: ExportedSession, identity: Identity, vocabulary: int) -> li
     for i, turn in enumerate(session.turns):
         if max(turn.response, default=0) >= vocabulary:  # a prompt's ids may be higher: placeholders of images
             raise _refused(f"turns.{i}: a token id is not below {vocabulary}, the size of the model's vocabulary")
+        if turn.kept == 0 and int(turn.parent, 16):
+            raise _refused(f"turns.{i}.parent: 0 expected, because kept is 0: the turn continues no context")
         record = TurnRecord(
             writer=turn.writer,
             number=turn.number,

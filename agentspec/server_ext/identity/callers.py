@@ -144,10 +144,15 @@ class Callers:
         return Caller(NOBODY)
 
 
+class _UnfinishedError(Exception):
+    """Tell that a file may still be written."""
+
+
 class ApiKeysFile:
     """Read which API key belongs to which tenant, from a file of lines ``sha256-of-key tenant``.
 
-    Empty lines and lines that begin with # do not count. The file is read again when it has changed. If it is then
+    Empty lines and lines that begin with # do not count. The file is read again when it has changed; if its last line
+    has no end then, only once a second look finds the same text, because it may still be written. If it is then
     empty or has an error, that is logged once, and the keys that were read before stay in force. If it cannot be read,
     as while the process has too many files open, it is tried again. Raises ConfigurationError with file and line.
     """
@@ -158,6 +163,7 @@ class ApiKeysFile:
         except OSError as error:
             raise ConfigurationError(f"api_keys_file {path}: {error.strerror}; write the path out") from None
         self._seen = self._state()
+        self._unfinished = ""  # a text without a line end, which may still be written
         self._tenants: dict[str, str] = {}
         self._tenants = self._read()
         self._looked = time.monotonic()
@@ -183,6 +189,8 @@ class ApiKeysFile:
             return
         try:
             self._tenants = self._read()
+        except _UnfinishedError:  # look again
+            return
         except ConfigurationError as error:
             unreadable = isinstance(error.__cause__, OSError)
             if not (unreadable and self._unreadable):
@@ -210,6 +218,9 @@ class ApiKeysFile:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigurationError(f"api_keys_file {self.path}: cannot be read: {why}") from error
+        if not text.endswith("\n") and self._tenants and text != self._unfinished:
+            self._unfinished = text
+            raise _UnfinishedError
         if not text and self._tenants:  # many programs empty a file first, and without its keys all callers are one
             raise ConfigurationError(f"api_keys_file {self.path}: empty; leave a comment in it to name no key")
         tenants: dict[str, str] = {}

@@ -52,7 +52,12 @@ def find_model_key(
 
 def overrides_text(overrides: Any) -> str:
     """Return what the server changes in a model's config (``--hf-overrides``) as `find_model_key` takes it."""
-    return json.dumps(overrides, sort_keys=True, default=str) if overrides else ""
+    return json.dumps(overrides, sort_keys=True, default=_name) if overrides else ""
+
+
+def _name(value: Any) -> str:
+    """Return the name of a function or a class, without its address, which differs from run to run; else the text."""
+    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else str(value)
 
 
 def adapter_key(name: str, path: str) -> str:

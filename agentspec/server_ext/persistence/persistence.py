@@ -259,6 +259,11 @@ class Persistence:
         if not self._writer.stats().refused_logs:
             self._writer.flush(seconds, once=True)
 
+    def settle(self, seconds: float) -> None:
+        """Wait until what other processes have stored and erased by now was read, or for ``seconds``."""
+        if self._follower is not None:
+            self._follower.settle(seconds)
+
     def unwritten(self, session: str) -> list[TurnRecord]:
         """Return the turns of a session that wait for the store, oldest first."""
         return [record for record in self._writer.waiting(session) if isinstance(record, TurnRecord)]

@@ -284,7 +284,12 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     named = environ.get("VLLM_PLUGINS")
     if named is None:
         # Once one plugin is named, vLLM loads no others, so name all that it would have loaded.
-        names = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
+        groups = (f"vllm.{kind}_plugins" for kind in ("general", "platform", "stat_logger", "io_processor"))
+        names = {entry.name for group in groups for entry in importlib.metadata.entry_points(group=group)}
+        routes = {entry.name for entry in importlib.metadata.entry_points(group="vllm.endpoint_plugins")}
+        if others := sorted(names & routes - {"agentspec"}):
+            how = "name the plugins to load in VLLM_PLUGINS if they shall not"
+            logger.warning("agentspec: the plugins %s add their HTTP routes to the server; %s", ", ".join(others), how)
     else:
         names = {name for name in named.split(",") if name}
     environ["VLLM_PLUGINS"] = ",".join(sorted(names | {"agentspec"}))

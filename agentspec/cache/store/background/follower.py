@@ -369,7 +369,8 @@ class Follower:
         with self._wake:
             self._counts.delivered += len(records)
             self._counts.learned += learned
-            self._counts.delay_ms = max(0.0, 1e3 * (time.time() - records[-1].created))
+            if said := [record for record in records if not record.imported]:  # imported ones are as old as they say
+                self._counts.delay_ms = max(0.0, 1e3 * (time.time() - said[-1].created))
 
     def _leave_idlest(self) -> None:
         """Stop following logs if there are too many and the cache can forget their tenants.

@@ -153,8 +153,8 @@ def _limit_reached(name: str, error: Exception) -> str:
 @contextmanager
 def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
     """Run the body in a transaction, undone if it raises."""
-    _begin(connection, kind)
     try:
+        _begin(connection, kind)
         yield
         connection.execute("COMMIT")
     except BaseException:
