@@ -22,6 +22,10 @@ class _Loops:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin without any loop, as a forked process must: it lacks the threads."""
         self._lock = threading.Lock()
         self._present: asyncio.AbstractEventLoop | None = None
         self._stuck = 0
@@ -53,7 +57,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 _loops = _Loops()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_loops.__init__)  # type: ignore[misc]  # a forked process lacks the thread
+    os.register_at_fork(after_in_child=_loops.forget)
 
 
 def awaited(value: Any, seconds: float | None = None) -> Any:

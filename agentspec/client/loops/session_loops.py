@@ -14,7 +14,7 @@ from agentspec.client.loops.generators import Stage, best_of, pipeline, refine, 
 from agentspec.client.loops.steps import run_loop, run_loop_async
 from agentspec.client.loops.tools import Tool, ToolBox
 from agentspec.client.messages import Content
-from agentspec.client.request import MODELS_PATH, ResponseFormat
+from agentspec.client.request import MODELS_PATH, RequestBuilder, ResponseFormat
 
 
 class Loops:
@@ -29,13 +29,11 @@ class Loops:
 
     def _context_of(self, model: str | None) -> int | None:
         """Return the length of a model's context, for budgets of tokens. None stands for the client's model."""
-        requests = self._client._requests
+        requests: RequestBuilder = self._client._requests
         model = model or requests.model
         if model in requests.contexts:
-            known: int | None = requests.contexts[model]
-            return known
-        length: int | None = requests.learn_context(model, self._client._ask(MODELS_PATH))
-        return length
+            return requests.contexts[model]
+        return requests.learn_context(model, self._client._ask(MODELS_PATH))
 
     def refine(
         self,
@@ -127,13 +125,11 @@ class AsyncLoops:
 
     async def _context_of(self, model: str | None) -> int | None:
         """Return the length of a model's context, as `Loops._context_of` does."""
-        requests = self._client._requests
+        requests: RequestBuilder = self._client._requests
         model = model or requests.model
         if model in requests.contexts:
-            known: int | None = requests.contexts[model]
-            return known
-        length: int | None = requests.learn_context(model, await self._client._ask(MODELS_PATH))
-        return length
+            return requests.contexts[model]
+        return requests.learn_context(model, await self._client._ask(MODELS_PATH))
 
     async def refine(
         self,
