@@ -32,6 +32,7 @@ READ = (
     "vllm.config.speculative:SpeculativeConfig.uses_draft_model",
     "vllm.distributed.parallel_state:get_tensor_model_parallel_rank",
     "vllm.distributed.parallel_state:get_tp_group",
+    "vllm.engine.arg_utils:EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
     "vllm.engine.arg_utils:EngineArgs.get_batch_defaults",
     "vllm.exceptions:VLLMClientError",
     "vllm.utils.import_utils:has_arctic_inference",

@@ -44,7 +44,7 @@ class Engine:
         self.persistence = Persistence(make_cache(settings, 1000, 16), self.store, LOGS, 100)
         self.proposer = DraftingEngine(settings, self.persistence, snapshot=snapshot)
         self.proposer.warm_up()
-        self.tenant, self.scope = tenant, scope
+        self.tenant, self.named_tenant, self.scope = tenant, tenant, scope
 
     def run(
         self,
@@ -71,7 +71,15 @@ class Engine:
                 accepted += 1
             new = length + accepted + 1
             tokens[0, :new] = full[:new]
-            identity = Identity(self.tenant, session, group, self.scope, parent_session=parent, final=final)
+            identity = Identity(
+                self.tenant,
+                session,
+                group,
+                self.scope,
+                parent_session=parent,
+                named_tenant=self.named_tenant,
+                final=final,
+            )
             started = [] if steps else [NewRequest(request_id, prompt, identity, detailed=detailed)]
             step = Step(
                 started=started,

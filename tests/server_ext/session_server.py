@@ -53,7 +53,7 @@ class Server:
         self.tagger = RequestTagger(Callers(given, b"secret of the tests"), "tenant")
         self.input_processor = SimpleNamespace(agentspec=self.tagger)
         self.engine_core = self
-        self.core_engines = list(range(engines))
+        self.core_engines = [rank.to_bytes(2, "little") for rank in range(engines)]
         logs = LogNames(served_model_key(self.vllm_config), b"secret of the tests")
         self.engines = [
             DraftingEngine(given, Persistence(make_cache(given, VOCABULARY, 16), open_store(url), logs, 100))
@@ -74,9 +74,9 @@ class Server:
         self.state = app.state
         self.http = TestClient(app, "http://127.0.0.1:8000")
 
-    async def _call_utility_async(self, name: str, method: str, limit: Any, args: Any, kw: Any, engine: int) -> Any:
+    async def _call_utility_async(self, name: str, method: str, limit: Any, args: Any, kw: Any, engine: bytes) -> Any:
         self.asked += 1
-        runner = SimpleNamespace(agentspec=SimpleNamespace(engine=self.engines[engine]))
+        runner = SimpleNamespace(agentspec=SimpleNamespace(engine=self.engines[engine[0]]))
         begin = time.perf_counter()
         answer = vllm_adapter.worker_rpc(SimpleNamespace(model_runner=runner), *args)
         self.slowest = max(self.slowest, time.perf_counter() - begin)

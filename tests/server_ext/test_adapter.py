@@ -14,8 +14,8 @@ from vllm.sampling_params import SamplingParams
 import agentspec
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.identity import RequestTagger
-from agentspec.server_ext.identity.callers import Callers
+from agentspec.server_ext.identity import RequestTagger, identify
+from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter.senders import process_inputs
 from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
@@ -54,6 +54,30 @@ def test_vllms_own_session_id_can_be_sent_to_the_engine(name: str | None, sent: 
     found = process_inputs(lambda processor: request, processor)
     assert found.session_id == sent
     msgspec.msgpack.encode((found.session_id, found.sampling_params.extra_args))
+
+
+def test_the_description_of_a_request_that_vllm_logs_names_no_caller() -> None:
+    """vLLM logs it when an engine ends, with the sampling parameters but without the prompt."""
+    from vllm.v1.core.sched.output import NewRequestData
+
+    vllm_adapter.register()
+
+    def described(extra: dict[str, Any], params: Any = SamplingParams) -> str:
+        made = params(extra_args=extra)
+        request = NewRequestData("id", [1], [], made, None, ([1],), 0, None)
+        shown: str = request.anon_repr()
+        assert made.extra_args is extra and request.sampling_params is made  # the engine still needs them
+        return shown
+
+    tagger = RequestTagger(Callers(Settings(store="memory://"), b"the secret of these tests"), "tenant")
+    names = {"session_id": "a secret session", "group_id": "a secret group", "parent_session_id": "a secret parent"}
+    sender = Presented((), prediction=(4711, 4712), quotable=b"a quoted text")
+    tagged = tagger.tag({**names, "kept": "whole"}, sender)
+    shown = described(tagged)
+    assert "'kept': 'whole'" in shown and "'session_id': '...'" in shown
+    for hidden in ("secret", "4711", "quoted", identify(tagged).session):
+        assert str(hidden) not in shown
+    assert "theirs" in described({"session_id": "theirs"})  # an engine without agentspec logs as it did
 
 
 def test_only_our_own_method_is_recognised() -> None:

@@ -19,6 +19,7 @@ def attention_only() -> Any:
     return SimpleNamespace(runner_type="generate", is_hybrid=False, is_attention_free=False)
 
 
+ONE_STAGE = SimpleNamespace(pipeline_parallel_size=1)
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"async_scheduling": True}, "--async-scheduling: .* leave the option out"),
     ({"logits_processors": ["module:Processor"]}, "--logits-processors: .* leave the option out"),
@@ -42,8 +43,7 @@ def test_an_engine_that_everybody_switched_on_stays_as_it_is(
     option: dict[str, Any], message: str, config: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = SimpleNamespace(speculative_config=config, additional_config={}, **option)
-    model, parallel = attention_only(), SimpleNamespace(pipeline_parallel_size=1)
-    speculative_config.switch_on(arguments, model, parallel, {"AGENTSPEC": "1"})
+    speculative_config.switch_on(arguments, attention_only(), ONE_STAGE, {"AGENTSPEC": "1"})
     assert arguments.speculative_config == config
     assert arguments.additional_config == {}
     assert bool(re.search(message, caplog.text)) == (config is None)
@@ -55,16 +55,36 @@ def test_an_engine_that_everybody_switched_on_stays_as_it_is(
         ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, "one rank an engine"),
         ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 1}, None),
         ({"distributed_executor_backend": "mp", "tensor_parallel_size": 2}, None),
-        ({"enable_lora": True, "max_num_seqs": 256, "max_num_batched_tokens": 300}, "hold two tokens for each"),
-        ({"enable_lora": True, "max_num_seqs": 256, "max_num_batched_tokens": 512}, None),
-        ({"enable_lora": True, "max_num_seqs": 4096, "max_num_batched_tokens": None}, None),
     ],
 )
 def test_what_no_engine_can_draft_with_names_the_remedy(options: dict[str, Any], message: str | None) -> None:
     """With an external launcher all ranks schedule by themselves. Other drafts on each would mix up their tokens."""
     arguments = SimpleNamespace(**{"async_scheduling": None, **options})
-    found = conflict(arguments, attention_only(), {})
+    found = conflict(arguments, attention_only(), ONE_STAGE, {})
     assert found is None if message is None else message in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("limits", "room"),
+    [
+        ({"max_num_seqs": 256, "max_num_batched_tokens": 300}, False),
+        ({"max_num_seqs": 256, "max_num_batched_tokens": 512}, True),
+        ({"max_num_seqs": 1500}, False),
+        ({"max_num_seqs": 4, "max_model_len": 64}, True),
+        ({"max_num_seqs": 300, "performance_mode": "throughput"}, True),
+    ],
+)
+def test_adapters_without_room_for_a_draft_name_the_remedy(limits: dict[str, Any], room: bool, tmp_path: Path) -> None:
+    """vLLM's own error names neither option."""
+    arguments = engine_args(
+        tmp_path / "model", DENSE, enforce_eager=True, enable_lora=True, **engine_options(store="memory://"), **limits
+    )
+    if room:
+        config = arguments.create_engine_config()
+        assert config.speculative_config.num_speculative_tokens >= 1
+    else:
+        with pytest.raises(ConfigurationError, match="hold two tokens for each"):
+            arguments.create_engine_config()
 
 
 @pytest.mark.parametrize(("config", "refused"), [(None, True), ({"method": "ngram"}, False)])
@@ -75,17 +95,22 @@ def test_logits_processors_of_installed_packages_are_not_dropped_in_silence(
     plugins = {"vllm.logits_processors": [SimpleNamespace(name="safety")]}
     monkeypatch.setattr(speculative_config, "entry_points", lambda group: plugins[group])
     arguments = SimpleNamespace(async_scheduling=None, speculative_config=config)
-    found = conflict(arguments, attention_only(), {})
+    found = conflict(arguments, attention_only(), ONE_STAGE, {})
     assert (found is not None and "installed packages (safety)" in found) == refused
 
 
 def test_the_other_model_runner_is_a_conflict_and_other_values_are_none() -> None:
     arguments = SimpleNamespace(async_scheduling=None, logits_processors=None)
-    assert "unset the variable" in (conflict(arguments, attention_only(), {"VLLM_USE_V2_MODEL_RUNNER": "1"}) or "")
+    assert "unset the variable" in (
+        conflict(arguments, attention_only(), ONE_STAGE, {"VLLM_USE_V2_MODEL_RUNNER": "1"}) or ""
+    )
     for environ in ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}):
-        assert conflict(arguments, attention_only(), environ) is None
+        assert conflict(arguments, attention_only(), ONE_STAGE, environ) is None
         assert (
-            conflict(SimpleNamespace(async_scheduling=False, logits_processors=[]), attention_only(), environ) is None
+            conflict(
+                SimpleNamespace(async_scheduling=False, logits_processors=[]), attention_only(), ONE_STAGE, environ
+            )
+            is None
         )
 
 
@@ -95,10 +120,10 @@ def test_the_rust_frontend_is_a_conflict_because_it_writes_no_identities() -> No
 
     environ = {"VLLM_USE_RUST_FRONTEND": "1"}
     server, offline = AsyncEngineArgs(model="m"), EngineArgs(model="m")
-    assert "unset the variable" in (conflict(server, attention_only(), environ) or "")
-    assert conflict(offline, attention_only(), environ) is None
-    assert conflict(server, attention_only(), {"VLLM_USE_RUST_FRONTEND": "0"}) is None
-    assert conflict(server, attention_only(), {}) is None
+    assert "unset the variable" in (conflict(server, attention_only(), ONE_STAGE, environ) or "")
+    assert conflict(offline, attention_only(), ONE_STAGE, environ) is None
+    assert conflict(server, attention_only(), ONE_STAGE, {"VLLM_USE_RUST_FRONTEND": "0"}) is None
+    assert conflict(server, attention_only(), ONE_STAGE, {}) is None
 
 
 @pytest.mark.parametrize("method", [None, {"method": "ngram", "num_speculative_tokens": 4}])

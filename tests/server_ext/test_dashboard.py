@@ -58,7 +58,7 @@ def test_its_queries_name_metrics_and_labels_that_exist(tmp_path: Path) -> None:
     stats = running.proposer.stats()
     running.proposer.close()
     stats["counters"]["errors_propose"] = 1
-    shown = {name for name, _ in read(exposition([stats]))}
+    shown = {name for name, _ in read(exposition({0: stats}))}
     for selector in selectors():
         assert selector.name in shown or selector.name.startswith("vllm:"), selector
         assert [(str(label.name), label.value) for label in selector.matchers.matchers] == [("instance", "$instance")]

@@ -122,15 +122,23 @@ def test_a_model_without_attention_gets_the_least(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "limit"),
-    [({"max_num_batched_tokens": 2048, "max_num_seqs": 64}, 31), ({"max_num_seqs": 4096}, 1), ({}, 15)],
+    [
+        ({"max_num_batched_tokens": 2048, "max_num_seqs": 64}, 31),
+        ({"max_num_seqs": 1024}, 1),
+        ({}, 15),
+        ({"max_model_len": 64, "max_num_seqs": 4}, 63),
+        ({"performance_mode": "throughput"}, 15),
+        ({"performance_mode": "throughput", "max_num_seqs": 128}, 31),
+    ],
 )
 def test_adapters_leave_what_a_step_can_hold(tmp_path: Path, given: dict[str, Any], limit: int) -> None:
     """Drafts of all requests must fit, or vLLM does not start. Its defaults for a CPU leave 15 tokens."""
-    found, (arguments, _, _) = draft_limit(tmp_path, DENSE, enable_lora=True, **given)
-    assert found == limit
-    for tokens, requests in zip(*(defaults.values() for defaults in arguments.get_batch_defaults(1)), strict=True):
-        rows = given.get("max_num_seqs") or requests
-        assert (given.get("max_num_batched_tokens") or tokens) >= rows * (found + 1) or limit == 1
+    from vllm.usage.usage_lib import UsageContext
+
+    for usage in (UsageContext.LLM_CLASS, UsageContext.OPENAI_API_SERVER):
+        options = {**engine_options(store="memory://"), "enable_lora": True, "enforce_eager": True, **given}
+        config = engine_args(tmp_path / "model", DENSE, **options).create_engine_config(usage)
+        assert config.speculative_config.num_speculative_tokens == limit
 
 
 @pytest.mark.parametrize("model", [DENSE, HYBRID])

@@ -38,19 +38,21 @@ class EngineClient:
         self.tagger = RequestTagger(Callers(settings, b"secret of the tests"), "tenant")
         self.input_processor = SimpleNamespace(agentspec=self.tagger)
         self.engine_core = self
-        self.core_engines = [0, 1]
+        self.core_engines = [rank.to_bytes(2, "little") for rank in (0, 1)]
         self.metrics = [Metrics(), Metrics()]
         self.delay = 0.0
         self.limits: list[float | None] = []
 
-    async def _call_utility_async(self, name: str, method: str, limit: Any, question: Any, kw: Any, engine: int) -> Any:
+    async def _call_utility_async(
+        self, name: str, method: str, limit: Any, question: Any, kw: Any, engine: bytes
+    ) -> Any:
         assert (name, method, kw) == ("collective_rpc", engine_calls.RPC_METHOD, None)
         self.limits.append(limit)
         await asyncio.sleep(self.delay)
         if question[0] == "stats":
-            return [{"engine": engine}, None]  # the second tensor-parallel rank has no engine
+            return [{"engine": engine[0]}, None]  # the second tensor-parallel rank has no engine
         _, request_id, caller, admin, call = question
-        return [self.metrics[engine].request(request_id, caller, call=call, any_caller=admin), None]
+        return [self.metrics[engine[0]].request(request_id, caller, call=call, any_caller=admin), None]
 
     def ran(self, request_id: str, presented: Presented | None, engine: int = 0) -> Identity:
         """Let an engine run a request of this sender."""
@@ -119,6 +121,21 @@ def test_samples_of_a_request_that_ran_on_several_engines_are_added_up(start: St
     assert (found["request_id"], found["tokens"], found["drafted"], found["accepted"]) == ("r/1", 50, 10, 5)
     assert sum(found["accepted_by_source"].values()) == 5 and sum(found["drafted_by_source"].values()) == 10
     assert found["detail"] == []
+
+
+def test_calls_with_one_id_on_several_engines_are_not_added_up(start: Start) -> None:
+    server, engine = start()
+    caller = engine.ran("other", shown("x", None)).caller
+    for number, call in enumerate(("first", "second", "second")):
+        figures = engine.metrics[number % 2].begin("r", caller, call)
+        figures.tokens, figures.began = 10**number, number
+    for headers in ({}, bearer(ADMIN)):
+        found = server.get("/v1/agentspec/requests/r", headers=headers).json()
+        assert found["tokens"] == 110
+        assert {"caller", "call", "began"}.isdisjoint(found)
+    engine.metrics[1].begin("r", "another caller", "third").began = 7  # the administrator sees all
+    assert server.get("/v1/agentspec/requests/r").json()["tokens"] == 110
+    assert server.get("/v1/agentspec/requests/r", headers=bearer(ADMIN)).json()["tokens"] == 0
 
 
 def test_a_server_without_a_tokenizer_tells_figures_without_texts(start: Start) -> None:
@@ -252,8 +269,10 @@ class ToldEngines(EngineClient):
         super().__init__(Settings(store="memory://"))
         self.told: list[tuple[int, str, dict[str, int]]] = []
 
-    async def _call_utility_async(self, name: str, method: str, limit: Any, question: Any, kw: Any, engine: int) -> Any:
-        self.told.append((engine, *question))
+    async def _call_utility_async(
+        self, name: str, method: str, limit: Any, question: Any, kw: Any, engine: bytes
+    ) -> Any:
+        self.told.append((engine[0], *question))
         return [None]
 
 
@@ -336,7 +355,8 @@ class TestFigures:
             figures.tokens += tokens
             metrics.begin("r", "ada", call).tokens += 1  # its other sample
         for call, tokens in (("first", 6), ("second", 8)):
-            assert metrics.request("r", "ada", call=call) == {**(metrics.request("r", "ada") or {}), "tokens": tokens}
+            found = metrics.request("r", "ada", call=call) or {}
+            assert (found["tokens"], found["call"]) == (tokens, call)
         assert (metrics.request("r", "ada") or {})["tokens"] == 8
         assert metrics.request("r", "ada", call="third") is None and metrics.request("r", "bob", call="first") is None
 

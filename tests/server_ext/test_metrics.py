@@ -57,7 +57,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 def test_counters_equal_the_engines_figures(engine: Engine) -> None:
     stats = engine.proposer.stats()
-    samples = read(exposition([stats]))
+    samples = read(exposition({0: stats}))
     assert of(samples, "agentspec_steps_total") == stats["steps"] > 0
     assert of(samples, "agentspec_drafted_tokens_total") == stats["counters"]["drafted"] > 0
     assert of(samples, "agentspec_accepted_tokens_total") == stats["counters"]["accepted"] > 0
@@ -78,7 +78,7 @@ def test_counters_equal_the_engines_figures(engine: Engine) -> None:
 
 def test_every_figure_that_is_named_exists(engine: Engine) -> None:
     """The exposition would silently leave out a figure whose path `stats` lacks."""
-    samples = read(exposition([engine.proposer.stats()]))
+    samples = read(exposition({0: engine.proposer.stats()}))
     named = {f"agentspec_{figure.name}_total" for figure in prometheus._COUNTERS}
     named |= {f"agentspec_{figure.name}" for figure in prometheus._GAUGES}
     assert named <= {name for name, _ in samples}
@@ -87,15 +87,15 @@ def test_every_figure_that_is_named_exists(engine: Engine) -> None:
 def test_the_documents_list_every_metric(engine: Engine) -> None:
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     listed = set(re.findall(r"`(agentspec_\w+)`", page))
-    shown = {name for name, _ in read(exposition([engine.proposer.stats()]))}
+    shown = {name for name, _ in read(exposition({0: engine.proposer.stats()}))}
     shown = {re.sub("_seconds_(bucket|count|sum)$", "_seconds", name) for name in shown} | {"agentspec_errors_total"}
     assert listed == shown
 
 
 def test_no_label_names_a_session_or_a_tenant(engine: Engine) -> None:
-    samples = read(exposition([engine.proposer.stats()]))
+    samples = read(exposition({0: engine.proposer.stats()}))
     assert {label for _, has in samples for label, _ in has} <= {"engine", "source", "kind", "le"}
-    assert b"fix-42" not in exposition([engine.proposer.stats()])
+    assert b"fix-42" not in exposition({0: engine.proposer.stats()})
     assert all(name.startswith("agentspec_") for name, _ in samples)
 
 
@@ -103,12 +103,12 @@ def test_several_engines_are_told_apart(engine: Engine) -> None:
     stats = engine.proposer.stats()
     broken = {**stats, "counters": {**stats["counters"], "errors_propose": 2}}
     broken["store"] = {**stats["store"], "writer": {**stats["store"]["writer"], "state": "open"}}
-    samples = read(exposition([stats, broken]))
+    samples = read(exposition({0: stats, 1: broken}))
     assert of(samples, "agentspec_steps_total", engine="0") == of(samples, "agentspec_steps_total", engine="1")
     assert of(samples, "agentspec_errors_total", kind="propose") == 2
     assert of(samples, "agentspec_store_available", engine="0") == 1
     assert of(samples, "agentspec_store_available", engine="1") == 0
-    assert read(exposition([])) == {}
+    assert read(exposition({})) == {}
 
 
 def test_histograms_are_cumulative() -> None:
@@ -116,7 +116,7 @@ def test_histograms_are_cumulative() -> None:
     for seconds in (1e-5, 2e-5, 3e-3, 1.0, 1.0):
         metrics.draft_seconds.observe(seconds)
     stats = {**Engine().proposer.stats(), **metrics.stats()}
-    samples = read(exposition([stats]))
+    samples = read(exposition({0: stats}))
     buckets = {
         float(dict(has)["le"]): value
         for (name, has), value in samples.items()
@@ -140,7 +140,8 @@ class Scraped:
         self.asked = 0
         app = FastAPI()
         app.add_middleware(MetricsMiddleware)
-        app.state.agentspec_engine = SimpleNamespace(vllm_config=None)
+        core = SimpleNamespace(core_engines=[(2).to_bytes(2, "little")])  # a node's only engine, of rank 2
+        app.state.agentspec_engine = SimpleNamespace(vllm_config=None, engine_core=core)
 
         @app.get("/metrics")
         def metrics(compressed: bool = False) -> Response:
@@ -183,7 +184,7 @@ def test_a_scrape_has_vllms_figures_and_ours(monkeypatch: pytest.MonkeyPatch, en
         assert int(answer.headers["content-length"]) == len(answer.content)
         samples = read(answer.content)
         assert of(samples, "vllm:steps_total") == 3
-        assert of(samples, "agentspec_steps_total") > 0
+        assert of(samples, "agentspec_steps_total", engine="2") > 0
     assert scraped.asked == 1  # scrapes in a loop ask the engine once a second
     assert scraped.client.get("/other").content == VLLMS
     assert scraped.client.head("/metrics").content == b""

@@ -61,9 +61,11 @@ def test_a_request_that_did_not_ask_has_none() -> None:
     assert figures is not None and "detail" not in figures and engine.proposer._traces.running == 0
 
 
-def test_rejected_tokens_of_a_shared_corpus_are_not_told() -> None:
-    """Such tokens may quote another principal of the tenant."""
+@pytest.mark.parametrize("named", [True, False])
+def test_rejected_tokens_of_a_shared_corpus_are_not_told(named: bool) -> None:
+    """Such tokens may quote another principal of the tenant. A tenant without a name is one caller's."""
     engine = Engine(tenant="shared")
+    engine.named_tenant = "shared" if named else None
     engine.run("a", [1, 2, 3], TEXT, session="one")
     engine.run("b", [1, 2, 3], [*TEXT[:20], 7, 8, 9], session="two", detailed=True)
     pairs = [
@@ -72,7 +74,7 @@ def test_rejected_tokens_of_a_shared_corpus_are_not_told() -> None:
         for pair in zip(step["rejected"], step["rejected_sources"], strict=True)
         if pair[1] == "global"
     ]
-    assert pairs and {token for token, _ in pairs} == {-1}
+    assert pairs and ({token for token, _ in pairs} == {-1}) == named
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 20, 21, 23])

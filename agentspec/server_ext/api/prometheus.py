@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentspec.server_ext.vllm_adapter.engine_calls import ask_engines, engine_of
+from agentspec.server_ext.vllm_adapter.engine_calls import ask_engines, engine_of, engine_ranks
 from agentspec.server_ext.vllm_adapter.senders import path_of
 
 logger = logging.getLogger("vllm.agentspec")
@@ -100,15 +100,15 @@ _HISTOGRAMS = (
 )
 
 
-def metric_families(engines: Sequence[Stats]) -> Iterator[Metric]:
-    """Yield the metrics of all engines. A figure that no engine has is left out."""
-    for family in _families([(str(number), stats) for number, stats in enumerate(engines)]):
+def metric_families(engines: Mapping[int, Stats]) -> Iterator[Metric]:
+    """Yield the metrics of all engines, by their numbers. A figure that no engine has is left out."""
+    for family in _families([(str(number), stats) for number, stats in engines.items()]):
         if family.samples:
             yield family
 
 
-def exposition(engines: Sequence[Stats]) -> bytes:
-    """Return the metrics of all engines in Prometheus' text format."""
+def exposition(engines: Mapping[int, Stats]) -> bytes:
+    """Return the metrics of all engines, by their numbers, in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Engines(engines))
     text: bytes = generate_latest(registry)
@@ -166,7 +166,7 @@ class MetricsMiddleware:
         """Ask all engines. Return their figures as text; nothing if one fails, which is logged once."""
         try:
             answers = await ask_engines(engine, "stats", seconds=_ASK_SECONDS)
-            text = exposition(answers)
+            text = exposition(dict(zip(engine_ranks(engine), answers, strict=True)))
         except Exception as error:  # a scrape must have vLLM's own figures, whatever our engine does
             if not self._failed:
                 self._failed = True
@@ -179,7 +179,7 @@ class MetricsMiddleware:
 class _Engines:
     """Pass the engines' answers to a registry of prometheus_client."""
 
-    def __init__(self, engines: Sequence[Stats]) -> None:
+    def __init__(self, engines: Mapping[int, Stats]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterator[Metric]:

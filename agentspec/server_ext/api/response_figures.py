@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentspec.protocol import FIGURES, FIGURES_HEADER
+from agentspec.server_ext.figures.metrics import of_one_call
 from agentspec.server_ext.figures.traces import steps_of
 from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.vllm_adapter.chats import tokenizer_of
@@ -60,26 +61,12 @@ async def figures_of(engine: Any, request_id: str, call: str | None = None) -> d
         answers = await ask_engines(engine, "request", request_id, caller, admin, call)
     if not answers:
         return None
-    answer = _added_up(answers)
+    answer = of_one_call(answers)
     if "detail" in answer:
         packed, tokenizer = answer.pop("detail"), tokenizer_of(engine)
         if tokenizer is not None:
             answer["detail"] = await asyncio.to_thread(lambda: _as_text(steps_of(packed), tokenizer.decode))
     return answer
-
-
-def _added_up(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sums of one request's figures on several engines. ``detail`` is that of the first one that has it."""
-    sums = dict(answers[0])
-    for answer in answers[1:]:
-        for name, value in answer.items():
-            if isinstance(value, int):
-                sums[name] += value
-            elif isinstance(value, dict):
-                sums[name] = {source: sums[name][source] + count for source, count in value.items()}
-            else:
-                sums.setdefault(name, value)
-    return sums
 
 
 def _as_text(steps: list[dict[str, Any]], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ Plain numbers without locks, updated once a step.
 
 import logging
 import sys
+import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -29,11 +30,13 @@ FiguresKey = tuple[str | None, str, str]
 class RequestFigures:
     """Count what drafting did for one request (for all its samples together).
 
-    running: its samples that have not ended. steps: verification steps. drafts: of these, the steps with a draft.
-    drafted, accepted: tokens by source, in the order of SOURCES. trace: its steps, if it asked for them.
+    began: Unix time in seconds. running: its samples that have not ended. steps: verification steps. drafts: of these,
+    the steps with a draft. drafted, accepted: tokens by source, in the order of SOURCES. trace: its steps, if it asked
+    for them.
     """
 
     key: FiguresKey = (None, "", "")
+    began: float = field(default_factory=time.time)
     running: int = 0
     tokens: int = 0
     steps: int = 0
@@ -60,7 +63,8 @@ class RequestFigures:
     def as_dict(self, request_id: str) -> dict[str, Any]:
         """Return the figures as JSON: tokens, verification steps, steps with a draft, drafted and accepted tokens.
 
-        "detail": the steps of its trace, if it has one, for `traces.steps_of`.
+        "detail": the steps of its trace, if it has one, for `traces.steps_of`. "caller", "call" and "began" tell the
+        API server which engines' figures belong together (`of_one_call`).
         """
         trace = self.trace  # another thread may drop it meanwhile
         return {
@@ -73,7 +77,32 @@ class RequestFigures:
             "drafted_by_source": dict(zip(SOURCES, self.drafted, strict=True)),
             "accepted_by_source": dict(zip(SOURCES, self.accepted, strict=True)),
             **({} if trace is None else {"detail": trace.packed()}),
+            "caller": self.key[0],
+            "call": self.key[2],
+            "began": self.began,
         }
+
+
+def of_one_call(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of the API call that began last, added up over the engines on which its samples ran.
+
+    answers: one or more engines' figures of calls with one id (`RequestFigures.as_dict`). "detail" is that of the first
+    engine that has it.
+    """
+    latest = max(answers, key=lambda answer: float(answer["began"]))
+    caller, call = latest["caller"], latest["call"]
+    sums: dict[str, Any] = {}
+    for answer in answers:
+        if (answer["caller"], answer["call"]) != (caller, call):
+            continue
+        for name, value in answer.items():
+            if isinstance(value, int):
+                sums[name] = sums.get(name, 0) + value
+            elif isinstance(value, dict):
+                sums[name] = {source: count + sums.get(name, {}).get(source, 0) for source, count in value.items()}
+            else:
+                sums.setdefault(name, value)
+    return {name: value for name, value in sums.items() if name not in ("caller", "call", "began")}
 
 
 def _cut(tokens: list[int], most: int) -> list[int]:
@@ -203,6 +232,7 @@ class Metrics:
 
         call: tells API calls with this id apart; None: the one that began last. any_caller: return those of any caller.
         """
+        keys: list[FiguresKey]
         if any_caller:
             keys = [key for (_, api_id), key in self._latest.items() if api_id == request_id]
         elif call is not None:
@@ -210,8 +240,5 @@ class Metrics:
         else:
             latest = self._latest.get((caller, request_id))
             keys = [] if latest is None else [latest]
-        for key in keys:
-            figures = self._running.get(key) or self._finished.get(key)
-            if figures is not None:
-                return figures.as_dict(request_id)
-        return None
+        found = [figures for key in keys if (figures := self._running.get(key) or self._finished.get(key)) is not None]
+        return max(found, key=lambda figures: figures.began).as_dict(request_id) if found else None

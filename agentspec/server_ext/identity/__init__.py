@@ -18,6 +18,7 @@ from agentspec.server_ext.identity.identity import (
     Identity,
     RequestTagger,
     identify,
+    without_names,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "Identity",
     "RequestTagger",
     "identify",
+    "without_names",
 ]

@@ -47,6 +47,7 @@ BATCH_KEY = "agentspec_batch"
 """Key in ``extra_args`` of a request that is one of several chats of an API call (`Presented.batch`)."""
 
 _OUR_KEYS = (IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, CALL_KEY, BATCH_KEY)  # which callers cannot set
+_TELLING_KEYS = frozenset((*_OUR_KEYS, SESSION_KEY, PARENT_KEY, GROUP_KEY))  # whose values are for no log
 _ALL_CALLERS = "all callers"
 _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
 
@@ -198,6 +199,11 @@ def identify(extra_args: Mapping[str, Any] | None) -> Identity:
         return _NONE_SHARED
     identity = Identity(*values)
     return identity if identity.scope in SCOPES else _NONE_SHARED
+
+
+def without_names(extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``extra_args`` of a tagged request for a log: "..." in place of its caller's names, keys and texts."""
+    return {key: "..." if key in _TELLING_KEYS else value for key, value in extra_args.items()}
 
 
 def _shown_by(presented: Presented) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class RunningRequests:
         cut = ends.union(new.never_drafted)
         state = RequestState(new.request_id, identity, figures, accepted, length, length, ends, cut, new.repetition)
         if new.detailed and figures.trace is None:  # of several samples, the first is traced
-            shared = identity.tenant != identity.principal
+            shared = identity.named_tenant is not None
             state.trace = self._traces.begin(figures, identity.session, shared, identity.tenant)
         self.by_id[new.request_id] = state
         self.turnover.begin(state, new)

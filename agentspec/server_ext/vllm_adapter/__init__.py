@@ -200,6 +200,7 @@ _OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
 _CONFIG = "vllm.config:VllmConfig"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_NEW_REQUEST = "vllm.v1.core.sched.output:NewRequestData"
 _CORE = "vllm.v1.engine.core:EngineCore"
 _WORKER = "vllm.v1.worker.worker_base:WorkerBase"
 _MANAGER = "vllm.v1.engine.utils:CoreEngineProcManager"
@@ -261,6 +262,8 @@ PATCHES = (
           "notes whether the step drafted anything, sends a rollout's figures of drafts before a stop text"),
     Patch("engine core", _SCHEDULER, "_free_request", cheap_steps.free_request,
           "enters the tokens of the last step in the prefix cache"),
+    Patch("engine core", _NEW_REQUEST, "anon_repr", senders.anon_repr,
+          "keeps identities out of what vLLM logs when an engine ends"),
     Patch("engine core", _CORE, "post_step", cheap_steps.post_step,
           "asks the worker for no drafts where there are none"),
     Patch("worker", _SAMPLING, "expand_batch_to_tokens", sampling_faults.expand_batch_to_tokens,

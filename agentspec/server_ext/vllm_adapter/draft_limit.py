@@ -6,6 +6,7 @@ vLLM is told the longest draft before it makes its configuration. docs/engine-li
 import logging
 import os
 from contextlib import suppress
+from copy import copy
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,7 +56,7 @@ def default_draft_limit(engine_args: Any, model_config: Any, parallel_config: An
         by_states = _limit_by_states(engine_args, model_config, parallel_config)
         _log_limit(by_states, "vLLM keeps a state of this model for each draft token")
     if engine_args.enable_lora:
-        by_adapters = _limit_by_adapters(engine_args)
+        by_adapters = min(max(tokens_a_request(engine_args, model_config, parallel_config) - 1, 1), MAX_DRAFT)
     if by_adapters < by_states:
         _log_limit(by_adapters, "with LoRA, max_num_batched_tokens must hold a draft for each of max_num_seqs requests")
     return min(by_states, by_adapters)
@@ -69,24 +70,19 @@ def _log_limit(limit: int, reason: str) -> None:
     )
 
 
-def _limit_by_adapters(engine_args: Any) -> int:
-    """Return the longest draft, in tokens, with LoRA adapters.
+def tokens_a_request(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
+    """Return how many tokens a step has for each request: ``max_num_batched_tokens`` over ``max_num_seqs``.
 
-    vLLM's default for a limit that the user left out depends on how vLLM is used. Assume the use that allows least.
+    vLLM chooses the limits that the user left out later, by how it is used. Assume the use that allows least.
+    engine_args, model_config, parallel_config: vLLM's.
     """
     workers = engine_args.pipeline_parallel_size * engine_args.tensor_parallel_size
-    tokens, requests = engine_args.get_batch_defaults(workers)
-    each = [
-        (engine_args.max_num_batched_tokens or tokens[usage]) // (engine_args.max_num_seqs or requests[usage])
-        for usage in tokens
-    ]
-    return int(min(max(min(each) - 1, 1), MAX_DRAFT))
-
-
-def adapters_leave_room(engine_args: Any) -> bool:
-    """Return whether vLLM may take a draft limit beside LoRA adapters: not if the user's own limits leave no room."""
-    tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
-    return tokens is None or requests is None or bool(tokens >= 2 * requests)
+    each = []
+    for usage in engine_args.get_batch_defaults(workers)[0]:
+        chosen = copy(engine_args)
+        chosen._set_default_max_num_seqs_and_batched_tokens_args(usage, model_config, parallel_config)
+        each.append(chosen.max_num_batched_tokens // chosen.max_num_seqs)
+    return int(min(each))
 
 
 def _limit_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:

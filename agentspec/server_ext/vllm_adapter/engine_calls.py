@@ -65,6 +65,14 @@ def engine_numbers(engine_client: Any) -> Sequence[int]:
     return range(len(engine_client.engine_core.core_engines))
 
 
+def engine_ranks(engine_client: Any) -> Sequence[int]:
+    """Return the data-parallel ranks of these engines, as vLLM's own metrics name them.
+
+    A server that knows the engines of its own node alone (hybrid or external load balancing) has later ranks than 0.
+    """
+    return [int.from_bytes(identity, "little") for identity in engine_client.engine_core.core_engines]
+
+
 def engine_of(app: Any) -> Any:
     """Return the EngineClient of vLLM's app; None if the engine does not draft with agentspec, or is not ready yet."""
     engine = getattr(app.state, "agentspec_engine", None)

@@ -8,11 +8,12 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 from agentspec.protocol import ROUTE
-from agentspec.server_ext.identity import SESSION_KEY, RequestTagger
+from agentspec.server_ext.identity import IDENTITY_KEY, SESSION_KEY, RequestTagger, without_names
 from agentspec.server_ext.identity.callers import Callers, Presented, shows_admin_key
 from agentspec.server_ext.identity.server_secrets import check_secrets, server_secret
 from agentspec.server_ext.persistence.model_key import adapter_key
@@ -147,6 +148,20 @@ def process_inputs(original: Callable[..., Any], processor: Any, *args: Any, **k
         if SESSION_KEY not in params.extra_args and not _is_unicode(request.session_id):
             request.session_id = None  # vLLM would answer HTTP 500, because it cannot send it to its engine
     return request
+
+
+def anon_repr(original: Callable[[Any], str], request: Any) -> str:
+    """Describe a request without the identity of its caller and the texts that it drafts from.
+
+    vLLM logs the description, which has no prompt either, when an engine ends with an error. request: NewRequestData.
+    """
+    params = request.sampling_params
+    if IDENTITY_KEY in (getattr(params, "extra_args", None) or {}):
+        hidden = copy(params)
+        hidden.extra_args = without_names(params.extra_args)
+        request = copy(request)
+        request.sampling_params = hidden
+    return original(request)
 
 
 def _is_unicode(text: str | None) -> bool:

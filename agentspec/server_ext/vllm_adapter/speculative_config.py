@@ -19,7 +19,7 @@ from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings, settle_store
 from agentspec.server_ext.vllm_adapter import native_methods
 from agentspec.server_ext.vllm_adapter.cpu import on_cpu
-from agentspec.server_ext.vllm_adapter.draft_limit import adapters_leave_room, default_draft_limit, keeps_states
+from agentspec.server_ext.vllm_adapter.draft_limit import default_draft_limit, keeps_states, tokens_a_request
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -98,7 +98,7 @@ def create_speculative_config(
     if spec is not None and beside:
         draft_beside(spec, engine_args, target_model_config, target_parallel_config)
     if spec is not None and (own or beside):
-        schedule_synchronously(engine_args, target_model_config)
+        schedule_synchronously(engine_args, target_model_config, target_parallel_config)
         settings = settle_store(engine_args.additional_config)
         server_secret(settings)  # the processes that vLLM starts find it in the environment
         # The worker would find these errors a minute later, and they would stand in its log alone.
@@ -129,7 +129,7 @@ def switch_on(
     if not is_switched_on(environ):
         return
     given = with_underscores(engine_args.speculative_config).get("method") or getattr(engine_args, "spec_method", None)
-    reason = conflict(engine_args, model_config, environ)
+    reason = conflict(engine_args, model_config, parallel_config, environ)
     if given in native_methods.NATIVE_METHODS and parallel_config.pipeline_parallel_size == 1 and reason is None:
         engine_args.additional_config = {"agentspec": {}, **(engine_args.additional_config or {})}
         logger.info("agentspec: %s=1: this engine drafts from suffix indexes beside %s", SWITCH, given)
@@ -233,10 +233,12 @@ def _has_settings(engine_args: Any) -> bool:
 # --- What excludes drafts
 
 
-def conflict(engine_args: Any, model_config: Any, environ: Mapping[str, str] = os.environ) -> str | None:
+def conflict(
+    engine_args: Any, model_config: Any, parallel_config: Any, environ: Mapping[str, str] = os.environ
+) -> str | None:
     """Return why this engine cannot draft with agentspec, and the remedy. None: it can.
 
-    model_config: vLLM's ModelConfig of the served model.
+    engine_args, model_config, parallel_config: vLLM's, of the served model.
     """
     if environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower() in ("1", "true"):
         return "VLLM_USE_V2_MODEL_RUNNER=1: agentspec drafts in vLLM's V1 model runner only; unset the variable"
@@ -261,7 +263,7 @@ def conflict(engine_args: Any, model_config: Any, environ: Mapping[str, str] = o
             f"logits processors of installed packages ({plugins}): vLLM runs none with speculative decoding; uninstall "
             "them, or start plain 'vllm serve'"
         )
-    if getattr(engine_args, "enable_lora", False) and not adapters_leave_room(engine_args):
+    if getattr(engine_args, "enable_lora", False) and tokens_a_request(engine_args, model_config, parallel_config) < 2:
         return (
             "--enable-lora: vLLM wants --max-num-batched-tokens to hold two tokens for each of --max-num-seqs requests "
             "with any speculative decoding; raise the first or lower the second"
@@ -293,12 +295,12 @@ def _is_server(engine_args: Any) -> bool:
     return isinstance(engine_args, AsyncEngineArgs)
 
 
-def schedule_synchronously(engine_args: Any, model_config: Any) -> None:
+def schedule_synchronously(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
     """Switch asynchronous scheduling off: the suffix indexes need each step's tokens before they draft.
 
     Raises ConfigurationError with the remedy where an option or the model excludes drafts.
     """
-    if (reason := conflict(engine_args, model_config)) is not None:
+    if (reason := conflict(engine_args, model_config, parallel_config)) is not None:
         raise ConfigurationError(reason)
     engine_args.async_scheduling = False
 
