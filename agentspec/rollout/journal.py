@@ -43,6 +43,7 @@ class Journal:
         self._prompts: dict[str, int] = {}  # hash of the token ids, by the problem's id
         self._sampling: dict[str, Any] = {}  # of its samples, as far as these say
         self._weights: dict[int, str | None] = {}  # version of the weights of the first sample, by the epoch
+        self._begins: dict[int, int] = {}  # first byte of the first sample, by the epoch; missing: read the whole file
         self._file = -1
         self._open()
         self._close_in_forked_processes()
@@ -50,9 +51,9 @@ class Journal:
             if not stat.S_ISREG(os.fstat(self._file).st_mode) and not path.samefile(os.devnull):
                 raise InvalidInputError(f"{path}: is a pipe or a device, which cannot be read again; give a file")
             end = self._end_of_whole_lines()
-            for number, sample in enumerate(self._read(end), 1):
+            for number, (begin, sample) in enumerate(self._read(end=end), 1):
                 self._check_is_new(sample, f"line {number}")
-                self._note(sample)
+                self._note(sample, begin)
             self._mend_last_line(end)
         except BaseException:
             self.close()
@@ -99,14 +100,14 @@ class Journal:
         except BaseException as error:
             written = os.fstat(self._file).st_size - begin  # Ctrl-C may come between the call and its result
             if written == len(line):
-                self._note(sample)
+                self._note(sample, begin)
             elif written > 0:  # leave no part of a line
                 os.ftruncate(self._file, begin)
             if not isinstance(error, OSError):
                 raise
             why = f"{error.strerror}; the sample {tuple(sample.key)} was not written"
             raise OSError(error.errno, why, str(self.path)) from error
-        self._note(sample)
+        self._note(sample, begin)
 
     def replace(self, samples: Mapping[Key, Sample]) -> None:
         """Replace samples by others of the same keys. A kill leaves the file with all of the new ones or with none.
@@ -140,6 +141,7 @@ class Journal:
             raise OSError(error.errno, f"{why}; {otherwise}", str(path)) from error
         self.close()
         self._file = file
+        self._begins.clear()  # its lines may have other lengths
 
     def _rewritten(self, path: Path, samples: Mapping[Key, Sample]) -> int:
         file = -1
@@ -174,7 +176,8 @@ class Journal:
 
     def samples(self, epoch: int | None = None) -> Iterator[Sample]:
         """Yield the samples in the order in which they were written. epoch: only those of this epoch."""
-        return (sample for sample in self._read() if epoch is None or sample.epoch == epoch)
+        begin = 0 if epoch is None else self._begins.get(epoch, 0)
+        return (sample for _, sample in self._read(begin) if epoch is None or sample.epoch == epoch)
 
     def close(self) -> None:
         """Close the file."""
@@ -225,7 +228,10 @@ class Journal:
                 "another file"
             )
 
-    def _note(self, sample: Sample) -> None:
+    def _note(self, sample: Sample, begin: int | None = None) -> None:
+        """Note a sample that the file holds. begin: its first byte; None: the file held it before."""
+        if begin is not None and sample.epoch not in self._weights:
+            self._begins[sample.epoch] = begin
         self._rewards[sample.key] = sample.reward
         self._weights.setdefault(sample.epoch, sample.weight_version)
         if sample.id not in self._prompts:
@@ -233,21 +239,20 @@ class Journal:
         if sample.sampling is not None:  # earlier releases wrote fewer settings, or none
             self._sampling = sample.sampling | self._sampling
 
-    def _read(self, end: int | None = None) -> Iterator[Sample]:
-        """Yield the samples of the file's first ``end`` bytes; None: of all."""
+    def _read(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Sample]]:
+        """Yield the samples between two bytes of the file, each with its first byte. end: None: to the file's end."""
         file = os.dup(self._file) if self._file >= 0 else os.open(self.path, os.O_RDONLY)
-        with io.BufferedReader(_Lines(file)) as lines:
+        with io.BufferedReader(_Lines(file, begin)) as lines:
             for number, line in enumerate(lines, 1):
-                if end is not None:
-                    end -= len(line)
-                    if end < 0:
-                        return
+                if end is not None and begin + len(line) > end:
+                    return
                 try:
-                    yield parse_sample(line)
+                    yield begin, parse_sample(line)
                 except (ValueError, TypeError, RecursionError) as error:
                     raise InvalidInputError(
                         f"{self.path}, line {number}: not a sample of a rollout ({error}); write to another file"
                     ) from None
+                begin += len(line)
 
     def _end_of_whole_lines(self) -> int:
         end = os.fstat(self._file).st_size
@@ -275,14 +280,14 @@ class Journal:
         else:
             self._check_is_new(sample, "its last line")
             os.write(self._file, b"\n")
-            self._note(sample)
+            self._note(sample, begin)
 
 
 class _Lines(io.RawIOBase):
-    """Read an open file from its beginning, whatever name it has by now. Close the descriptor at the end."""
+    """Read an open file from a byte on, whatever name it has by now. Close the descriptor at the end."""
 
-    def __init__(self, file: int) -> None:
-        self._file, self._at = file, 0
+    def __init__(self, file: int, begin: int) -> None:
+        self._file, self._at = file, begin
 
     def close(self) -> None:
         if not self.closed:

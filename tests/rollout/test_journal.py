@@ -11,6 +11,8 @@ import pytest
 
 from agentspec.errors import AgentSpecError, InvalidInputError
 from agentspec.rollout import Journal, Key, Sample
+from agentspec.rollout import journal as journal_module
+from agentspec.rollout.samples import parse_sample
 
 SAMPLED = {"sample": 0, "prompt_ids": [], "completion_ids": [], "logprobs": [], "text": ""}
 
@@ -30,6 +32,38 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         assert list(journal.samples()) == wanted
         assert list(journal.samples(epoch=1)) == wanted[2:]
     assert list(journal.samples()) == wanted, "closed, too"
+
+
+def test_an_epoch_is_read_without_those_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with many epochs that writes each of them in another format would otherwise read more and more."""
+    path, wanted = tmp_path / "rollouts.jsonl", [sample(n, epoch) for epoch in range(3) for n in range(4)]
+    wanted.insert(9, sample(7, epoch=0))  # a run that was continued
+    parsed: list[bytes] = []
+
+    def parse(line: bytes) -> Sample:
+        parsed.append(line)
+        return parse_sample(line)
+
+    monkeypatch.setattr(journal_module, "parse_sample", parse)
+
+    def check(journal: Journal, *lines_read: int) -> None:
+        for epoch, most in enumerate(lines_read):
+            parsed.clear()
+            assert list(journal.samples(epoch)) == [one for one in wanted if one.epoch == epoch]
+            assert len(parsed) == most
+
+    with Journal(path) as journal:
+        for one in wanted:
+            journal.write(one)
+        check(journal, 13, 9, 5)
+    with Journal(path) as journal:
+        check(journal, 13, 9, 5)
+        wanted[0] = sample(reward=0.123456789)
+        journal.replace({wanted[0].key: wanted[0]})  # the lines behind it lie elsewhere now
+        check(journal, 13, 13, 13)
+        wanted.append(sample(epoch=3))
+        journal.write(wanted[-1])
+        check(journal, 14, 14, 14, 1)
 
 
 def test_every_line_is_utf_8(tmp_path: Path) -> None:
