@@ -45,7 +45,7 @@ RATIOS = ("ratio", "ratio_to_default", "ratio_of_both_without")
 _CORE = "vllm.v1.engine.core:EngineCore"
 PARTS = {
     "native": ("agentspec.cache.suffix_cache:SuffixCache", "step"),
-    "drafting": ("agentspec.server_ext.vllm_adapter.runner:RunnerExtension", "draft"),
+    "drafting": ("agentspec.server_ext.vllm_adapter.worker.runner:RunnerExtension", "draft"),
     "asking": (_CORE, "post_step"),
 }
 """Methods whose time is measured: owner and name. "drafting" includes "native"."""

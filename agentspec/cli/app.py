@@ -54,7 +54,7 @@ class _Serve(TyperCommand):
         """Return what is left of the arguments, as Click does, or print vLLM's help and exit."""
         wanted = [argument for argument in args if argument.startswith("--help=")]
         if wanted:
-            from agentspec.server_ext.vllm_adapter.launch import run_vllm  # needs the core
+            from agentspec.server_ext.vllm_adapter.startup.launch import run_vllm  # needs the core
 
             run_vllm(wanted)
         return super().parse_args(ctx, args)
@@ -115,13 +115,13 @@ def serve(
     ] = None,
 ) -> None:
     """Run vllm serve with the extension switched on; takes every option of vllm serve."""
-    from agentspec.server_ext.vllm_adapter.launch import (  # needs the core
+    from agentspec.server_ext.vllm_adapter.frontend.shutdown import end_on_hang_up
+    from agentspec.server_ext.vllm_adapter.startup.launch import (  # needs the core
         check_port,
         hand_on,
         run_vllm,
         serve_arguments,
     )
-    from agentspec.server_ext.vllm_adapter.shutdown import end_on_hang_up
 
     settings: dict[str, Any] = {
         "principal_header": principal_header,

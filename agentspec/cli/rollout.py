@@ -111,8 +111,8 @@ def rollout(
     from agentspec.rollout.formats import folder_for, write_trl, write_verl
     from agentspec.rollout.plan import distribution
     from agentspec.server_ext.settings import json_object
-    from agentspec.server_ext.vllm_adapter.launch import hand_on
     from agentspec.server_ext.vllm_adapter.offline import Sampling, sampling_params
+    from agentspec.server_ext.vllm_adapter.startup.launch import hand_on
 
     if reward_timeout is not None and reward is None:
         raise ConfigurationError("--reward-timeout has no effect without --reward: leave it out")
@@ -257,7 +257,7 @@ def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, An
     """
     from agentspec.rollout import rollout_options
     from agentspec.rollout.generator import PLAIN_OPTIONS
-    from agentspec.server_ext.vllm_adapter.speculative_config import SWITCH
+    from agentspec.server_ext.vllm_adapter.startup.speculative_config import SWITCH
 
     additional = _object(given, "additional_config")
     drafting = _object(additional, "agentspec") | settings
@@ -280,7 +280,7 @@ def _check_settings(additional: dict[str, Any], here: bool) -> None:
     """
     from agentspec.cache.store.urls import is_sqlite
     from agentspec.server_ext.settings import load_settings, settle_store
-    from agentspec.server_ext.vllm_adapter.launch import check_files
+    from agentspec.server_ext.vllm_adapter.startup.launch import check_files
 
     if here:
         check_files(settle_store(additional))

@@ -12,7 +12,7 @@ parameters and their defaults. One index serves all requests of a principal, wha
 all requests of the server. ArcticInference's limit on past requests is replaced by agentspec's budget in tokens
 (``max_tokens``), except for 0, with which requests draft from their own text only.
 
-vLLM's other methods stay as they are configured: ``vllm_adapter.native_methods``.
+vLLM's other methods stay as they are configured: ``vllm_adapter.startup.native_methods``.
 """
 
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import AgentSpecError
-from agentspec.server_ext.vllm_adapter.launch import name_cpu_build
+from agentspec.server_ext.vllm_adapter.startup.launch import name_cpu_build
 
 CPU_OPTIONS = ("--dtype", "float32", "--enforce-eager")
 """Options for vLLM's CPU build: speculation pays in float32 only, and small models need no compilation."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 from agentspec.identifiers import check_session_id
 from agentspec.json_lines import read_objects
-from agentspec.server_ext.vllm_adapter.launch import refusals
 from agentspec.server_ext.vllm_adapter.offline import OfflineEngine
+from agentspec.server_ext.vllm_adapter.startup.launch import refusals
 from agentspec.train.config import Model, PromptsSource
 
 _TOGETHER = 64

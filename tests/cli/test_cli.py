@@ -17,7 +17,7 @@ from agentspec.cache.store import open_store
 from agentspec.cli import main
 from agentspec.cli.app import serve
 from agentspec.errors import StoreUnavailableError, first_line
-from agentspec.server_ext.vllm_adapter.launch import OPTIONS, missing_folder
+from agentspec.server_ext.vllm_adapter.startup.launch import OPTIONS, missing_folder
 
 
 class Program:
@@ -87,7 +87,7 @@ def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_d
     monkeypatch.setenv("AGENTSPEC_SETTINGS", "")
     monkeypatch.setattr("agentspec.server_ext.settings.open_store", full)
     monkeypatch.setattr(
-        "agentspec.server_ext.vllm_adapter.launch.run_vllm",
+        "agentspec.server_ext.vllm_adapter.startup.launch.run_vllm",
         lambda _: served.append(os.environ.get("AGENTSPEC_SETTINGS")),
     )
     assert agentspec("serve", "no-such-model", "--port", "0")[0] == 0
@@ -158,7 +158,7 @@ def test_a_name_that_cannot_be_shown_is_no_error(tmp_path: Path) -> None:
 
 
 def test_a_store_of_a_wrong_type_is_no_traceback(agentspec: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.server_ext.vllm_adapter.launch.run_vllm", lambda _: None)
+    monkeypatch.setattr("agentspec.server_ext.vllm_adapter.startup.launch.run_vllm", lambda _: None)
     wrong = ("serve", "no-such-model", "--additional-config", '{"agentspec": {"store": 5}}')
     assert agentspec(*wrong)[0] == 0  # the environment names the store
     monkeypatch.delenv("AGENTSPEC_STORE")
@@ -273,7 +273,7 @@ class TestOptionsBeforeTheModel:
     def arguments(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """Return the list that receives the arguments of vllm serve."""
         received: list[str] = []
-        monkeypatch.setattr("agentspec.server_ext.vllm_adapter.launch.run_vllm", received.extend)
+        monkeypatch.setattr("agentspec.server_ext.vllm_adapter.startup.launch.run_vllm", received.extend)
         return received
 
     def test_settings_and_method_count(self, agentspec: Program, arguments: list[str]) -> None:

@@ -19,9 +19,10 @@ import numpy as np
 
 from agentspec.server_ext import FREE
 from agentspec.server_ext.fusion.draft_model import RESTS
-from agentspec.server_ext.vllm_adapter import api_request_id, skipped_passes
-from agentspec.server_ext.vllm_adapter.runner import RunnerExtension
-from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
+from agentspec.server_ext.vllm_adapter import api_request_id
+from agentspec.server_ext.vllm_adapter.worker import skipped_passes
+from agentspec.server_ext.vllm_adapter.worker.runner import RunnerExtension
+from agentspec.server_ext.vllm_adapter.worker.step_reader import ForwardPass
 from agentspec.server_ext.vllm_launch import engine_options
 from tests.end_to_end.mixed_load import code
 

@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 
-from agentspec.server_ext.vllm_adapter.shutdown import SAVE_SECONDS
+from agentspec.server_ext.vllm_adapter.frontend.shutdown import SAVE_SECONDS
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS, PRICED

@@ -17,8 +17,10 @@ from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.identity import RequestTagger, identify
 from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.vllm_adapter.senders import process_inputs
-from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter import frontend, patches, startup, worker
+from agentspec.server_ext.vllm_adapter.frontend.senders import process_inputs
+from agentspec.server_ext.vllm_adapter.patches import MARK, init_device
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
 
 
 def test_api_ids_lose_the_engines_decoration() -> None:
@@ -98,25 +100,25 @@ class TestPatches:
             assert patch.why
 
     def test_no_method_is_wrapped_twice(self) -> None:
-        patches = vllm_adapter.current_patches()
+        ours = vllm_adapter.current_patches()
 
         def methods() -> list[Any]:
-            return [inspect.getattr_static(patch._find_owner(), patch.name) for patch in patches]
+            return [inspect.getattr_static(patch._find_owner(), patch.name) for patch in ours]
 
-        vllm_adapter.install(patches)
+        vllm_adapter.install(ours)
         first = methods()
-        vllm_adapter.install(patches)
+        vllm_adapter.install(ours)
         assert all(one is other for one, other in zip(first, methods(), strict=True) if not isinstance(one, property))
-        for patch, method in zip(patches, first, strict=True):
+        for patch, method in zip(ours, first, strict=True):
             if patch.adds:
                 continue
             wrapped: Any = method.fget if isinstance(method, property) else method
             replacements = []
             while wrapped is not patch.original():
-                replacements.append(vars(wrapped)[vllm_adapter._MARK])
+                replacements.append(vars(wrapped)[MARK])
                 wrapped = wrapped.__wrapped__
             assert replacements.count(patch.replacement) == 1, patch.name
-            assert len(replacements) == sum((other.owner, other.name) == (patch.owner, patch.name) for other in patches)
+            assert len(replacements) == sum((other.owner, other.name) == (patch.owner, patch.name) for other in ours)
 
     def test_a_method_that_is_missing_is_named(self) -> None:
         patch = vllm_adapter.Patch("runner", "vllm.config:VllmConfig", "gone", lambda original: None, "to see")
@@ -136,12 +138,10 @@ class TestPatches:
 
     def test_the_runner_is_patched_only_where_agentspec_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         installed: list[Any] = []
-        monkeypatch.setattr(vllm_adapter, "install", installed.extend)
+        monkeypatch.setattr(patches, "install", installed.extend)
         for method in ("ngram", "custom_class"):
             config = TestStart.config(speculative_config=SimpleNamespace(method=method, model=PROPOSER_PATH))
-            vllm_adapter.init_device(
-                lambda worker: installed.append("runner made"), SimpleNamespace(vllm_config=config)
-            )
+            init_device(lambda worker: installed.append("runner made"), SimpleNamespace(vllm_config=config))
         assert installed[:2] == ["runner made", installed[1]] and installed[-1] == "runner made"
         assert {patch.process for patch in installed[1:-1]} == {"runner"}
 
@@ -177,10 +177,14 @@ class TestStart:
 
 
 def test_the_tables_name_every_file() -> None:
-    files = {path.stem for path in Path(vllm_adapter.__file__).parent.glob("*.py")} - {"__init__"}
+    root = Path(vllm_adapter.__file__).parent
+    for package in (vllm_adapter, frontend, startup, worker):
+        folder = Path(package.__file__ or "").parent
+        members = {path.stem for path in folder.iterdir() if not path.name.startswith("_")}
+        assert set(re.findall(r"^``(\w+)``", package.__doc__ or "", re.MULTILINE)) == members
     map_of_files = (Path(__file__).parents[2] / "docs/architecture.md").read_text().partition("vllm_adapter/    ")[2]
-    assert set(re.findall(r"^``(\w+)``", vllm_adapter.__doc__ or "", re.MULTILINE)) == files
-    assert set(re.findall(r"^ {6}(\w+) ", map_of_files.partition("    step.py")[0], re.MULTILINE)) == files
+    described = re.findall(r"^ {6,8}(\w+)/? ", map_of_files.partition("    step.py")[0], re.MULTILINE)
+    assert sorted(described) == sorted(path.stem for path in root.rglob("[!_]*") if "__pycache__" not in path.parts)
 
 
 def test_nothing_else_imports_vllm() -> None:

@@ -13,8 +13,8 @@ from agentspec.server_ext.identity import PREDICTION_KEY, QUOTABLE_KEY, RequestT
 from agentspec.server_ext.identity.callers import Callers
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Step
-from agentspec.server_ext.vllm_adapter import step_reader
-from agentspec.server_ext.vllm_adapter.step_reader import StepReader
+from agentspec.server_ext.vllm_adapter.worker import step_reader
+from agentspec.server_ext.vllm_adapter.worker.step_reader import StepReader
 
 LONGEST = 100
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.server_ext.vllm_adapter import cheap_steps
-from agentspec.server_ext.vllm_adapter.cheap_steps import metadata_without_drafts
-from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.worker import cheap_steps
+from agentspec.server_ext.vllm_adapter.worker.cheap_steps import metadata_without_drafts
 
 
 @pytest.mark.parametrize("ends", [[4, 104, 105, 209], [1, 2, 3, 4]])

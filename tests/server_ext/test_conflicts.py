@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.vllm_adapter import speculative_config
-from agentspec.server_ext.vllm_adapter.speculative_config import conflict
+from agentspec.server_ext.vllm_adapter.startup import speculative_config
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import conflict
 from agentspec.server_ext.vllm_launch import engine_options
 from tests.server_ext.vllm_configs import DENSE, MAMBA, engine_args
 

@@ -9,9 +9,9 @@ import pytest
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import AgentSpecError, SpeculatorError, StoreUnavailableError
 from agentspec.server_ext.settings import Settings, load_settings
-from agentspec.server_ext.vllm_adapter import speculative_config
-from agentspec.server_ext.vllm_adapter.draft_limit import LEAST_STATES, MOST_STATES, STATE_SHARE, _state_bytes
-from agentspec.server_ext.vllm_adapter.speculative_config import describe, engine_options
+from agentspec.server_ext.vllm_adapter.startup import speculative_config
+from agentspec.server_ext.vllm_adapter.startup.draft_limit import LEAST_STATES, MOST_STATES, STATE_SHARE, _state_bytes
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import describe, engine_options
 from tests.server_ext.vllm_configs import DENSE, HYBRID, MAMBA, engine_args
 from tests.speculator.files import H, V, lstm, mlp
 

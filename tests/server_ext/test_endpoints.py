@@ -18,8 +18,8 @@ from agentspec.server_ext.figures.traces import Trace
 from agentspec.server_ext.identity import Identity, RequestTagger
 from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.vllm_adapter import engine_calls, response_lengths, senders
-from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.frontend import engine_calls, response_lengths, senders
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
 
 ADMIN = "the key of the administrator"
 

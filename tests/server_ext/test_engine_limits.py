@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.vllm_adapter import grammar_bitmask
-from agentspec.server_ext.vllm_adapter.draft_limit import engine_limits, host_memory
-from agentspec.server_ext.vllm_adapter.speculative_config import engine_options
+from agentspec.server_ext.vllm_adapter.startup.draft_limit import engine_limits, host_memory
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import engine_options
+from agentspec.server_ext.vllm_adapter.worker import grammar_bitmask
 from tests.server_ext.vllm_configs import DENSE, engine_args
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.vllm_adapter import cuda_graphs, speculative_config
-from agentspec.server_ext.vllm_adapter.cuda_graphs import drafts_are_ragged
-from agentspec.server_ext.vllm_adapter.speculative_config import engine_options
+from agentspec.server_ext.vllm_adapter.startup import speculative_config
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import engine_options
+from agentspec.server_ext.vllm_adapter.worker import cuda_graphs
+from agentspec.server_ext.vllm_adapter.worker.cuda_graphs import drafts_are_ragged
 from tests.server_ext.vllm_configs import DENSE, HYBRID, engine_args
 
 DEFAULT_SIZES: list[int] = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]

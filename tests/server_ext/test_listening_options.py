@@ -12,7 +12,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.vllm_adapter.launch import check_port, serve_arguments
+from agentspec.server_ext.vllm_adapter.startup.launch import check_port, serve_arguments
 from tests.store.test_redis_tls import certificate
 
 CERT, KEY = "--ssl-certfile", "--ssl-keyfile"
@@ -83,7 +83,7 @@ def test_a_taken_port_is_named(taken: str, tmp_path: Path, monkeypatch: pytest.M
     ):
         with pytest.raises(ConfigurationError, match=message):
             check_port(["m", *options])
-    monkeypatch.setattr("agentspec.server_ext.vllm_adapter.launch._DEFAULT_PORT", taken)
+    monkeypatch.setattr("agentspec.server_ext.vllm_adapter.startup.launch._DEFAULT_PORT", taken)
     with pytest.raises(ConfigurationError, match=message):
         check_port(["m"])
 
@@ -106,7 +106,7 @@ def test_a_port_that_vllm_may_take_is_left_to_it(taken: str, tmp_path: Path, mon
     file = tmp_path / "serve.yaml"
     file.write_text(f"port: {taken}\n")
     check_port(["m", f"--config={file}"])  # vLLM reads no file that is given so
-    monkeypatch.setattr("agentspec.server_ext.vllm_adapter.launch._DEFAULT_PORT", taken)
+    monkeypatch.setattr("agentspec.server_ext.vllm_adapter.startup.launch._DEFAULT_PORT", taken)
     check_port(["m", "--por", "0"])
     file.write_text("por: 0\n")
     check_port(["m", "--config", str(file)])

@@ -12,9 +12,9 @@ from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEng
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.arctic_methods import translate
 from agentspec.server_ext.settings import Settings, load_settings
-from agentspec.server_ext.vllm_adapter import speculative_config
-from agentspec.server_ext.vllm_adapter.launch import serve_arguments
-from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH, engine_options
+from agentspec.server_ext.vllm_adapter.startup import speculative_config
+from agentspec.server_ext.vllm_adapter.startup.launch import serve_arguments
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH, engine_options
 
 ARCTIC = {
     "method": "arctic",

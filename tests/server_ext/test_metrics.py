@@ -19,7 +19,7 @@ from agentspec.cache import SOURCES
 from agentspec.server_ext.api import prometheus
 from agentspec.server_ext.api.prometheus import MetricsMiddleware, exposition
 from agentspec.server_ext.figures.metrics import Histogram, Metrics
-from agentspec.server_ext.vllm_adapter import engine_calls
+from agentspec.server_ext.vllm_adapter.frontend import engine_calls
 from tests.server_ext.plain_engine import Engine
 
 VLLMS = b"# HELP vllm:steps_total Steps.\n# TYPE vllm:steps_total counter\nvllm:steps_total 3.0\n"

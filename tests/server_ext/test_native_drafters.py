@@ -14,11 +14,11 @@ import torch
 from agentspec.server_ext import FREE
 from agentspec.server_ext.fusion.calibrator import UNKNOWN
 from agentspec.server_ext.fusion.draft_model import RESTS
-from agentspec.server_ext.vllm_adapter import native_drafters, runner
-from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, as_model_draft
-from agentspec.server_ext.vllm_adapter.native_methods import adopt
-from agentspec.server_ext.vllm_adapter.skipped_passes import SkippedPasses
-from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
+from agentspec.server_ext.vllm_adapter.startup.native_methods import adopt
+from agentspec.server_ext.vllm_adapter.worker import native_drafters, runner
+from agentspec.server_ext.vllm_adapter.worker.native_drafters import NativeDrafter, as_model_draft
+from agentspec.server_ext.vllm_adapter.worker.skipped_passes import SkippedPasses
+from agentspec.server_ext.vllm_adapter.worker.step_reader import ForwardPass
 
 
 class Native:
@@ -340,7 +340,7 @@ def test_the_store_is_read_when_vllm_loads_the_drafter() -> None:
 THREADS = """
 import numpy
 import torch
-from agentspec.server_ext.vllm_adapter.native_drafters import limit_numba_threads
+from agentspec.server_ext.vllm_adapter.worker.native_drafters import limit_numba_threads
 limit_numba_threads()
 import numba
 @numba.njit(parallel=True)

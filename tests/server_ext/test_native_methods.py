@@ -9,8 +9,8 @@ import pytest
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.vllm_adapter.native_methods import as_configured, drafter_tokens
-from agentspec.server_ext.vllm_adapter.speculative_config import engine_options, uses_agentspec
+from agentspec.server_ext.vllm_adapter.startup.native_methods import as_configured, drafter_tokens
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import engine_options, uses_agentspec
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}

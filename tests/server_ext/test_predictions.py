@@ -18,7 +18,7 @@ from agentspec.protocol import MAX_PREDICTION
 from agentspec.server_ext.api.predictions import read_prediction
 from agentspec.server_ext.identity import IDENTITY_KEY, PREDICTION_KEY, RequestTagger
 from agentspec.server_ext.identity.callers import Presented
-from agentspec.server_ext.vllm_adapter import senders
+from agentspec.server_ext.vllm_adapter.frontend import senders
 
 from .test_endpoints import VOCABULARY, EngineClient, Start, bearer, start
 from .test_response_figures import ASK, chunks_of

@@ -17,7 +17,7 @@ from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.public_corpus import PublicCorpus, read_texts
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
-from agentspec.server_ext.vllm_adapter.engine_builder import served_tokenizer
+from agentspec.server_ext.vllm_adapter.worker.engine_builder import served_tokenizer
 from tests.server_ext.plain_engine import in_memory
 
 from .session_server import MODEL

@@ -16,7 +16,7 @@ from agentspec.cache.types import MAX_QUOTABLE
 from agentspec.server_ext.api import quotes
 from agentspec.server_ext.api.quotes import Form, Quotes, may_quote, quotable_texts, spellings
 from agentspec.server_ext.identity import PREDICTION_KEY, QUOTABLE_KEY
-from agentspec.server_ext.vllm_adapter import senders
+from agentspec.server_ext.vllm_adapter.frontend import senders
 
 from .test_endpoints import VOCABULARY, Start, bearer, start
 

@@ -16,7 +16,7 @@ from agentspec.protocol import FIGURES_HEADER
 from agentspec.server_ext.api import response_figures
 from agentspec.server_ext.api.response_figures import _as_text
 from agentspec.server_ext.identity.callers import Presented
-from agentspec.server_ext.vllm_adapter.senders import presented
+from agentspec.server_ext.vllm_adapter.frontend.senders import presented
 
 from .test_endpoints import EngineClient, Start, bearer, shown, start
 

@@ -20,10 +20,10 @@ from agentspec.errors import SpeculatorError
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.fusion.draft_model import Int64, ModelDraft
 from agentspec.server_ext.identity import CALL_KEY
-from agentspec.server_ext.vllm_adapter import runner
-from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter
-from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
-from agentspec.server_ext.vllm_adapter.step_reader import (
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.worker import runner
+from agentspec.server_ext.vllm_adapter.worker.draft_models import BoundModel, ModelDrafter
+from agentspec.server_ext.vllm_adapter.worker.step_reader import (
     ForwardPass,
     end_tokens,
     is_told_later,

@@ -18,7 +18,7 @@ from agentspec.server_ext.identity.server_secrets import (
 )
 from agentspec.server_ext.pricing import EngineLimits
 from agentspec.server_ext.settings import Settings, load_settings
-from agentspec.server_ext.vllm_adapter.engine_builder import build_engine
+from agentspec.server_ext.vllm_adapter.worker.engine_builder import build_engine
 from agentspec.testing.redis_server import RedisServer
 from tests.server_ext.vllm_configs import DENSE, engine_args
 from tests.store.helpers import wait_until

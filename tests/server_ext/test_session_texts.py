@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.server_ext.vllm_adapter.chats import templated
+from agentspec.server_ext.vllm_adapter.frontend.chats import templated
 
 from .session_server import ADA, BOB, Server, Start, start
 from .test_endpoints import without_tokenizer

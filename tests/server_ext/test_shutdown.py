@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from agentspec.server_ext.vllm_adapter import shutdown
-from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.frontend import shutdown
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
 
 OURS = SimpleNamespace(method="custom_class", model=PROPOSER_PATH)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

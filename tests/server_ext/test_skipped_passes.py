@@ -10,9 +10,9 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from agentspec.server_ext.vllm_adapter import skipped_passes
-from agentspec.server_ext.vllm_adapter.skipped_passes import MOST_KEPT, SkippedPasses
-from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
+from agentspec.server_ext.vllm_adapter.worker import skipped_passes
+from agentspec.server_ext.vllm_adapter.worker.skipped_passes import MOST_KEPT, SkippedPasses
+from agentspec.server_ext.vllm_adapter.worker.step_reader import ForwardPass
 
 torch.set_num_threads(1)  # the tensors are small
 

@@ -16,10 +16,10 @@ from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, save_speculator
 from agentspec.server_ext.step import Batch, NewRequest, Step
-from agentspec.server_ext.vllm_adapter import draft_models
-from agentspec.server_ext.vllm_adapter.draft_models import SpeculatorDrafter
-from agentspec.server_ext.vllm_adapter.runner import RunnerExtension
-from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
+from agentspec.server_ext.vllm_adapter.worker import draft_models
+from agentspec.server_ext.vllm_adapter.worker.draft_models import SpeculatorDrafter
+from agentspec.server_ext.vllm_adapter.worker.runner import RunnerExtension
+from agentspec.server_ext.vllm_adapter.worker.step_reader import ForwardPass
 from tests.server_ext.plain_engine import in_memory
 
 HIDDEN, VOCABULARY = 16, 64

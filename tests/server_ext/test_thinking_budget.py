@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
-from agentspec.server_ext.vllm_adapter import sampling_faults
+from agentspec.server_ext.vllm_adapter.worker import sampling_faults
 
 VOCABULARY = 12
 START = [10]

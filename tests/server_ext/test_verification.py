@@ -22,8 +22,8 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from agentspec.server_ext.vllm_adapter import cpu, sampling_faults
-from agentspec.server_ext.vllm_adapter.cpu import only_argmax_decides, verified
+from agentspec.server_ext.vllm_adapter.worker import cpu, sampling_faults
+from agentspec.server_ext.vllm_adapter.worker.cpu import only_argmax_decides, verified
 
 VOCABULARY = 50
 
@@ -220,7 +220,7 @@ def test_a_draft_counts_towards_min_tokens_at_the_token_behind_it() -> None:
 
 PAGE_FAULTS = """
 import random, resource, sys, torch
-from agentspec.server_ext.vllm_adapter.cpu import keep_freed_memory
+from agentspec.server_ext.vllm_adapter.worker.cpu import keep_freed_memory
 
 kept = len(sys.argv) > 1 and keep_freed_memory(int(sys.argv[1]))
 numbers = random.Random(1)
@@ -265,7 +265,7 @@ def test_the_first_logits_come_in_huge_pages() -> None:
 @of_glibc
 def test_memory_can_be_made_ready_for_the_first_logits() -> None:
     code = """
-from agentspec.server_ext.vllm_adapter.cpu import keep_freed_memory
+from agentspec.server_ext.vllm_adapter.worker.cpu import keep_freed_memory
 def resident():
     return 4 * int(open("/proc/self/statm").read().split()[1])
 before = resident()

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.vllm_adapter import NEWEST_VERSION, OLDEST_VERSION, PATCHES
+from agentspec.server_ext.vllm_adapter.patches import NEWEST_VERSION, OLDEST_VERSION, PATCHES
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "vllm_methods.py"
 ADAPTER = Path(vllm_adapter.__file__).parent
@@ -99,7 +99,7 @@ def test_an_unknown_version_is_compared_with_the_newest_before_it(methods: Modul
 
 def adapter_nodes() -> list[ast.AST]:
     """Return all syntax nodes of the adapter."""
-    return [node for file in sorted(ADAPTER.glob("*.py")) for node in ast.walk(ast.parse(file.read_text()))]
+    return [node for file in sorted(ADAPTER.rglob("*.py")) for node in ast.walk(ast.parse(file.read_text()))]
 
 
 def test_what_the_adapter_imports_was_recorded(methods: ModuleType) -> None:

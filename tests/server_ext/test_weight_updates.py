@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from agentspec.server_ext.vllm_adapter.runner import watch_weights
+from agentspec.server_ext.vllm_adapter.worker.runner import watch_weights
 
 
 class Model(torch.nn.Module):  # type: ignore[misc]

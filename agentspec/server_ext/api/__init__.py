@@ -11,5 +11,5 @@
 ``response_figures``  a request's figures in its response
 ``prometheus``        the engines' figures on vLLM's ``/metrics``
 
-The engines are in other processes: ``vllm_adapter.engine_calls`` asks them.
+The engines are in other processes: ``vllm_adapter.frontend.engine_calls`` asks them.
 """

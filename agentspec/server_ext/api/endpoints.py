@@ -26,10 +26,15 @@ from agentspec.server_ext.api.response_figures import FiguresMiddleware, figures
 from agentspec.server_ext.api.session_routes import router as session_router
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter import uses_agentspec
-from agentspec.server_ext.vllm_adapter.engine_calls import ask_or_refuse, drafting_engine, engine_of, refused_if_busy
-from agentspec.server_ext.vllm_adapter.response_lengths import ResponseLengths
-from agentspec.server_ext.vllm_adapter.senders import ROUTES, CallerMiddleware
-from agentspec.server_ext.vllm_adapter.speculative_config import what_drafts
+from agentspec.server_ext.vllm_adapter.frontend.engine_calls import (
+    ask_or_refuse,
+    drafting_engine,
+    engine_of,
+    refused_if_busy,
+)
+from agentspec.server_ext.vllm_adapter.frontend.response_lengths import ResponseLengths
+from agentspec.server_ext.vllm_adapter.frontend.senders import ROUTES, CallerMiddleware
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import what_drafts
 
 logger = logging.getLogger("vllm.agentspec")
 router = APIRouter(prefix=ROUTES)

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentspec.server_ext.vllm_adapter.engine_calls import ask_engines, engine_of, engine_ranks
-from agentspec.server_ext.vllm_adapter.senders import path_of
+from agentspec.server_ext.vllm_adapter.frontend.engine_calls import ask_engines, engine_of, engine_ranks
+from agentspec.server_ext.vllm_adapter.frontend.senders import path_of
 
 logger = logging.getLogger("vllm.agentspec")
 

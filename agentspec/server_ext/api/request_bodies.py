@@ -15,9 +15,9 @@ from agentspec.server_ext.api.quotes import Quotes, may_quote
 from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.step import Int32
-from agentspec.server_ext.vllm_adapter.chats import tokenizer_of
-from agentspec.server_ext.vllm_adapter.engine_calls import engine_of, tagger_of
-from agentspec.server_ext.vllm_adapter.senders import drafting_from, path_of, presented
+from agentspec.server_ext.vllm_adapter.frontend.chats import tokenizer_of
+from agentspec.server_ext.vllm_adapter.frontend.engine_calls import engine_of, tagger_of
+from agentspec.server_ext.vllm_adapter.frontend.senders import drafting_from, path_of, presented
 
 logger = logging.getLogger("vllm.agentspec")
 

@@ -25,10 +25,10 @@ from agentspec.protocol import FIGURES, FIGURES_HEADER
 from agentspec.server_ext.figures.metrics import of_one_call
 from agentspec.server_ext.figures.traces import steps_of
 from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
-from agentspec.server_ext.vllm_adapter.chats import tokenizer_of
-from agentspec.server_ext.vllm_adapter.engine_calls import ask_engines, engine_of, tagger_of
-from agentspec.server_ext.vllm_adapter.response_lengths import response_lengths_of
-from agentspec.server_ext.vllm_adapter.senders import BATCH, path_of, presented
+from agentspec.server_ext.vllm_adapter.frontend.chats import tokenizer_of
+from agentspec.server_ext.vllm_adapter.frontend.engine_calls import ask_engines, engine_of, tagger_of
+from agentspec.server_ext.vllm_adapter.frontend.response_lengths import response_lengths_of
+from agentspec.server_ext.vllm_adapter.frontend.senders import BATCH, path_of, presented
 
 logger = logging.getLogger("vllm.agentspec")
 

@@ -41,9 +41,14 @@ from agentspec.server_ext.api.session_texts import FormatVersion, SessionTexts, 
 from agentspec.server_ext.identity import SESSION_KEY, Identity
 from agentspec.server_ext.identity.callers import NOBODY, Presented, shows_admin_key
 from agentspec.server_ext.vllm_adapter import served_model_key
-from agentspec.server_ext.vllm_adapter.chats import tokenizer_of
-from agentspec.server_ext.vllm_adapter.engine_calls import ask_or_refuse, drafting_engine, engine_numbers, tagger_of
-from agentspec.server_ext.vllm_adapter.senders import ROUTES, presented
+from agentspec.server_ext.vllm_adapter.frontend.chats import tokenizer_of
+from agentspec.server_ext.vllm_adapter.frontend.engine_calls import (
+    ask_or_refuse,
+    drafting_engine,
+    engine_numbers,
+    tagger_of,
+)
+from agentspec.server_ext.vllm_adapter.frontend.senders import ROUTES, presented
 
 
 def _refuse_other_sites(request: Request) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from agentspec.errors import InvalidInputError
-from agentspec.server_ext.vllm_adapter.chats import templated
+from agentspec.server_ext.vllm_adapter.frontend.chats import templated
 
 logger = logging.getLogger("vllm.agentspec")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from agentspec.awaiting import awaited
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, RolloutError, first_line
-from agentspec.server_ext.vllm_adapter.chats import templated
-from agentspec.server_ext.vllm_adapter.engine_calls import RPC_METHOD, api_request_id
-from agentspec.server_ext.vllm_adapter.launch import missing_folder, refusals, without_vllm
-from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
+from agentspec.server_ext.vllm_adapter.frontend.chats import templated
+from agentspec.server_ext.vllm_adapter.frontend.engine_calls import RPC_METHOD, api_request_id
+from agentspec.server_ext.vllm_adapter.startup.launch import missing_folder, refusals, without_vllm
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import uses_agentspec
 
 DRAFT_FIGURES = "per_request_spec_decode_metrics"
 """Option by which vLLM gives each output figures of its drafts."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from agentspec.server_ext.identity import RequestTagger
-from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import uses_agentspec
 
 RPC_METHOD = "agentspec_rpc"
 """Name of the method on every worker that answers ``ask_engines``."""

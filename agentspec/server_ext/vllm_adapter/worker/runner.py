@@ -16,15 +16,15 @@ from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.pricing import EngineLimits
 from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.step import spread_drafts
-from agentspec.server_ext.vllm_adapter.cpu import keep_freed_memory, on_cpu
-from agentspec.server_ext.vllm_adapter.draft_limit import engine_limits
-from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter, build_draft_model
-from agentspec.server_ext.vllm_adapter.engine_builder import build_engine
-from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, limit_numba_threads
-from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
-from agentspec.server_ext.vllm_adapter.shutdown import note_saved, undisturbed
-from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
-from agentspec.server_ext.vllm_adapter.step_reader import (
+from agentspec.server_ext.vllm_adapter.frontend.shutdown import note_saved, undisturbed
+from agentspec.server_ext.vllm_adapter.startup.draft_limit import engine_limits
+from agentspec.server_ext.vllm_adapter.startup.native_methods import drafter_tokens
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import uses_agentspec
+from agentspec.server_ext.vllm_adapter.worker.cpu import keep_freed_memory, on_cpu
+from agentspec.server_ext.vllm_adapter.worker.draft_models import BoundModel, ModelDrafter, build_draft_model
+from agentspec.server_ext.vllm_adapter.worker.engine_builder import build_engine
+from agentspec.server_ext.vllm_adapter.worker.native_drafters import NativeDrafter, limit_numba_threads
+from agentspec.server_ext.vllm_adapter.worker.step_reader import (
     ForwardPass,
     StepReader,
     is_told_later,

@@ -21,10 +21,15 @@ from numpy.typing import NDArray
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.fusion.calibrator import UNKNOWN
 from agentspec.server_ext.fusion.draft_model import RESTS, Int64
-from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter, RankLink, tensor_parallel_group
-from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
-from agentspec.server_ext.vllm_adapter.skipped_passes import SkippedPasses
-from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
+from agentspec.server_ext.vllm_adapter.startup.native_methods import drafter_tokens
+from agentspec.server_ext.vllm_adapter.worker.draft_models import (
+    BoundModel,
+    ModelDrafter,
+    RankLink,
+    tensor_parallel_group,
+)
+from agentspec.server_ext.vllm_adapter.worker.skipped_passes import SkippedPasses
+from agentspec.server_ext.vllm_adapter.worker.step_reader import ForwardPass
 
 logger = logging.getLogger("vllm.agentspec")
 

@@ -19,7 +19,7 @@ from agentspec.server_ext.identity.server_secrets import check_secrets, server_s
 from agentspec.server_ext.persistence.model_key import adapter_key
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.step import Int32
-from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import uses_agentspec
 
 logger = logging.getLogger("vllm.agentspec")
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import uses_agentspec
 
 SAVE_SECONDS = 10.0
 """Longest time that engines have to save once their requests are aborted."""

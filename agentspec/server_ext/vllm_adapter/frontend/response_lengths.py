@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.engine_calls import ask_engines
+from agentspec.server_ext.vllm_adapter.frontend.engine_calls import ask_engines
 
 logger = logging.getLogger("vllm.agentspec")
 

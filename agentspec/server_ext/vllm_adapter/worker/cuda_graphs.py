@@ -15,8 +15,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.draft_limit import keeps_states
-from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
+from agentspec.server_ext.vllm_adapter.startup.draft_limit import keeps_states
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import uses_agentspec
 
 
 def drafts_are_ragged(vllm_config: Any) -> bool:

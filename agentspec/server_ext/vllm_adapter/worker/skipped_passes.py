@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
+from agentspec.server_ext.vllm_adapter.worker.step_reader import ForwardPass
 
 MOST_KEPT = 512
 """Tokens kept at most, of all rows together. Each takes the memory of its hidden states."""

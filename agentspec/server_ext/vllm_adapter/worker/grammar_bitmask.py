@@ -10,7 +10,7 @@ of the bitmask is ever used.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import uses_agentspec
 
 
 def grammar_bitmask(

@@ -9,10 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.draft_limit import keeps_states
-from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
-from agentspec.server_ext.vllm_adapter.runner import extension_of
-from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
+from agentspec.server_ext.vllm_adapter.startup.draft_limit import keeps_states
+from agentspec.server_ext.vllm_adapter.startup.native_methods import drafter_tokens
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import uses_agentspec
+from agentspec.server_ext.vllm_adapter.worker.runner import extension_of
 
 _NO_DRAFTS = "agentspec_no_drafts"
 """Attribute of the model runner's output, and then of the scheduler: True after a step that drafted nothing."""

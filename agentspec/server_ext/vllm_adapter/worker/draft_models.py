@@ -15,7 +15,7 @@ from agentspec.server_ext import FREE
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.fusion.draft_model import Int64
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
+from agentspec.server_ext.vllm_adapter.worker.step_reader import ForwardPass
 
 logger = logging.getLogger("vllm.agentspec")
 

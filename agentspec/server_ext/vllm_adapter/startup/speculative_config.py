@@ -17,9 +17,9 @@ from agentspec.server_ext.arctic_methods import METHODS, translate, with_model
 from agentspec.server_ext.figures.step_record import make_record
 from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings, settle_store
-from agentspec.server_ext.vllm_adapter import native_methods
-from agentspec.server_ext.vllm_adapter.cpu import on_cpu
-from agentspec.server_ext.vllm_adapter.draft_limit import default_draft_limit, keeps_states, tokens_a_request
+from agentspec.server_ext.vllm_adapter.startup import native_methods
+from agentspec.server_ext.vllm_adapter.startup.draft_limit import default_draft_limit, keeps_states, tokens_a_request
+from agentspec.server_ext.vllm_adapter.worker.cpu import on_cpu
 
 logger = logging.getLogger("vllm.agentspec")
 

@@ -28,9 +28,9 @@ from agentspec.server_ext.figures.step_record import make_record
 from agentspec.server_ext.identity.callers import ApiKeysFile
 from agentspec.server_ext.identity.server_secrets import check_secrets
 from agentspec.server_ext.settings import ENVIRONMENT, Settings, load_settings
-from agentspec.server_ext.vllm_adapter import native_methods
-from agentspec.server_ext.vllm_adapter.command_line import CommandLine, plain_name
-from agentspec.server_ext.vllm_adapter.speculative_config import check_given_limit, own_config, with_underscores
+from agentspec.server_ext.vllm_adapter.startup import native_methods
+from agentspec.server_ext.vllm_adapter.startup.command_line import CommandLine, plain_name
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import check_given_limit, own_config, with_underscores
 
 logger = logging.getLogger("vllm.agentspec")
 
