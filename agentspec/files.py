@@ -1,4 +1,4 @@
-"""Read files of lines, also compressed by gzip; replace files as a whole, lock folders, and make private files."""
+"""Read files of lines, also compressed by gzip; replace files as a whole, lock folders, find a model's weights."""
 
 import errno
 import gzip
@@ -44,6 +44,12 @@ def decompressed(raw: BufferedReader) -> BinaryIO:
 def is_path(name: str) -> bool:
     """Return whether ``name`` can only be a path. OWNER/NAME may be a hub's repository, and s3://… is not a path."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or (name.count("/") > 1 and "://" not in name)
+
+
+def weight_files(folder: Path) -> list[tuple[str, int, int]]:
+    """Return names, sizes and change times of a model's weight files, because training may change them in place."""
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin")]
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def expand_home(path: str | Path) -> Path:

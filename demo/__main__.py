@@ -84,15 +84,22 @@ def _arguments() -> argparse.Namespace:
         parser.error("--sessions must be at least 2: the restart lies between the first and the last")
     if Path(arguments.out).exists() and not Path(arguments.out).is_dir():
         parser.error(f"--out {arguments.out} is a file: name a folder")
+    found = _written(Path(arguments.out))
+    if found and not (Path(arguments.out) / "plain.log").exists():  # the first file that a run writes
+        parser.error(f"--out {arguments.out}: the demo would replace {found[0].name} there; name another folder")
     return arguments
 
 
 def _prepare(results: Path) -> None:
     """Make the folder for the results, without what an earlier run wrote there. Other files stay."""
     results.mkdir(parents=True, exist_ok=True)
-    for pattern in WRITTEN:
-        for file in results.glob(pattern):
-            file.unlink()
+    for file in _written(results):
+        file.unlink()
+
+
+def _written(results: Path) -> list[Path]:
+    """Return the files in the folder that have the names of what the demo writes."""
+    return [file for pattern in WRITTEN for file in results.glob(pattern)]
 
 
 def _start(console: Console, what: str, *servers: ModelServer) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from agentspec.files import replacing
 from demo.sessions import Message, session
 from demo.tasks import FIRST_HELD_OUT_SEED, Task, extract_code, feedback, make_task, run_tests
 from demo.tokenizer import ROLES, encode, token_id
@@ -27,7 +28,7 @@ MAX_REPLY_TOKENS = 400
 def write_training(out: Path, sessions: int) -> None:
     """Write ``sessions`` sessions as calls, of the seeds from 0 on."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    with out.open("w", encoding="utf-8") as file:
+    with replacing(out) as part, part.open("w", encoding="utf-8") as file:
         for seed in range(min(sessions, FIRST_HELD_OUT_SEED)):
             for call in session_calls(tokenizer, session(seed), f"training-{seed}"):
                 file.write(json.dumps(call) + "\n")
@@ -69,7 +70,8 @@ def write_held_out(out: Path, tasks: int) -> None:
             calls.append({**_call(name, turn, output.prompt_token_ids, reply.token_ids), "continues": False})
             if not _go_on(loops[name], chats[name], reply.text):
                 del chats[name]
-    out.write_text("".join(json.dumps(call) + "\n" for call in calls), encoding="utf-8")
+    with replacing(out) as part:
+        part.write_text("".join(json.dumps(call) + "\n" for call in calls), encoding="utf-8")
     engine.llm_engine.engine_core.shutdown()
 
 

@@ -68,6 +68,8 @@ def main() -> None:
 def _data(config: TrainingConfig, sessions: int, tasks: int, console: Console) -> None:
     training, held_out = (_file(sources[0]) for sources in (config.data.sources, config.data.eval_sources))
     training.parent.mkdir(parents=True, exist_ok=True)
+    for there in (file for file in (training, held_out) if file.exists()):
+        console.print(f"using {there}; remove it to write it anew, as with another --sessions or --tasks")
     if not training.exists():
         console.print(f"writing {sessions} sessions to {training}")
         write_training(training, sessions)

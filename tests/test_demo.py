@@ -22,7 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
 
 def test_it_leaves_what_else_is_in_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    for name in ("notes.txt", "work/code.py", "summary.json", "server.db", "server.db-wal", "server.db-0.snapshot"):
+    for name in ("notes.txt", "work/code.py", "plain.log", "summary.json", "server.db", "server.db-wal", "server.db-0.snapshot"):
         (tmp_path / name).write_text("x")
     assert run(monkeypatch, "--out", str(tmp_path)) == 1
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["code.py", "notes.txt", "work"]
@@ -63,3 +63,13 @@ def test_it_names_the_option_that_cannot_work(
     with pytest.raises(SystemExit):
         run(monkeypatch, option, value)
     assert option in capsys.readouterr().err.splitlines()[-1] and Path(__file__).exists()
+
+
+def test_it_replaces_no_file_that_it_did_not_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "server.db").write_text("mine")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--out", str(tmp_path))
+    assert "would replace server.db" in capsys.readouterr().err
+    assert (tmp_path / "server.db").read_text() == "mine"

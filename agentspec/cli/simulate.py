@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from agentspec.cache import DraftPolicy, Scope
@@ -78,7 +79,7 @@ def simulate(
     encode = None if tokenizer is None else open_tokenizer(tokenizer)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(file.name, total=file.stat().st_size if file.is_file() else None)
+        task = progress.add_task(escape(file.name), total=file.stat().st_size if file.is_file() else None)
         calls = read_calls(
             file,
             tokenizer=encode,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 _LEAST = 80
 """Columns that every table fits into. A narrower terminal breaks the lines itself, and loses nothing."""
@@ -23,9 +24,9 @@ def print_table(table: Table) -> None:
 
 def figures_table(title: str, figures: Iterable[tuple[str, str]]) -> Table:
     """Return a table with a row for each figure, given by its name and its value."""
-    table = Table(title=title, show_header=False)
+    table = Table(title=Text(title, "table.title"), show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in figures:
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     return table

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
@@ -45,12 +46,13 @@ PLAIN_OPTIONS = {"logprobs_mode": "processed_logprobs"}
 def rollout_options(**options: Any) -> dict[str, Any]:
     """Return keyword arguments for ``vllm.LLM``, with which it drafts and gives the figures that samples hold.
 
+    They hold a random ``seed``, because vLLM's default is always the same: a resumed rollout would repeat its samples.
     options: as ``engine_options`` takes them. Raises ConfigurationError for a wrong setting.
     """
     from agentspec.server_ext.vllm_launch import engine_options
 
     figures = {DRAFT_FIGURES: "summary"} if has_draft_figures() else {}
-    return {**engine_options(**options), **PLAIN_OPTIONS, **figures}
+    return {**engine_options(**options), **PLAIN_OPTIONS, **figures, "seed": secrets.randbits(31)}
 
 
 class RolloutGenerator:
@@ -114,6 +116,12 @@ class RolloutGenerator:
         by_id = _by_id(problems)
         self._sampling = distribution(self._engine.model, plan) | self._engine.loaded
         self._journal.check_sampling(self._sampling)
+        if self._journal.has_other_weights(self._sampling["weights"]):  # only a warning: a copy has other times, too
+            logger.warning(
+                "agentspec: the files of %s have changed since samples in %s were written. To keep the samples of "
+                "other weights apart, write to another file",
+                *(self._engine.model, self._journal.path),
+            )
         self._prompts, self._samples = self._tokenise(problems, tokenised), plan.samples
         changed = [name for name, prompt in self._prompts.items() if self._journal.holds_another_prompt(name, prompt)]
         if changed:  # only a warning, as a chat template may write the day's date
@@ -165,7 +173,7 @@ class RolloutGenerator:
             raise RolloutError(
                 f"update_weights: returned {type(version).__name__}; return the weights' version, a text, or None"
             )
-        return None if version is None else str(version)
+        return None if version is None else str(version) or None  # the journal takes "" for none
 
     def _score_again(self, problems: dict[str, Problem], told: Callable[[int, int], None]) -> None:
         """Score the samples of these problems that the journal holds without a reward."""

@@ -164,11 +164,15 @@ class Journal:
         prompt = hash(str(prompt_ids))
         return self._prompts.get(problem_id, prompt) != prompt
 
+    def has_other_weights(self, digest: str) -> bool:
+        """Return whether its first samples are of a model whose files had another digest (``sampling["weights"]``)."""
+        return bool(self._sampling.get("weights", digest) != digest)
+
     def check_sampling(self, asked: Mapping[str, Any]) -> None:
         """Raise InvalidInputError if the file's samples have other settings: one file has one distribution."""
         for name, value in asked.items():
             found = self._sampling.get(name, value)
-            if found != value:
+            if found != value and name != "weights":
                 raise InvalidInputError(
                     f"{self.path}: its samples have {name} {as_text(found)}, and this rollout asks for "
                     f"{as_text(value)}; ask for the same, or write to another file"

@@ -1,5 +1,6 @@
 """Define what a rollout samples, and count the results of each epoch."""
 
+import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from agentspec.draft_figures import DraftRates
 from agentspec.errors import ConfigurationError
+from agentspec.files import weight_files
 from agentspec.rollout.samples import Sample
 
 _MOST_TOKENS = 2**31 - 1
@@ -53,11 +55,16 @@ class Plan:
 def distribution(model: str, plan: Plan) -> dict[str, Any]:
     """Return the settings that decide the distribution of a rollout's samples, except how the model is loaded.
 
+    "weights" is a digest of the model's weight files; "" for a hub id.
+
     model: a folder or a hub id. A folder becomes an absolute path without links, because a relative path or a link may
     lead to another folder in the next run.
     """
+    folder = Path(model)
+    weights = repr(weight_files(folder)) if folder.is_dir() else ""
     return {
-        "model": str(Path(model).resolve()) if Path(model).exists() else model,
+        "model": str(folder.resolve()) if folder.exists() else model,
+        "weights": hashlib.sha256(weights.encode()).hexdigest()[:16] if weights else "",
         "temperature": plan.temperature,
         "top_p": plan.top_p,
         "max_tokens": plan.max_tokens,

@@ -10,6 +10,7 @@ other's samples where they share a store. Ray is imported when an engine starts.
 import itertools
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -169,10 +170,11 @@ class RayEngine:
         environment = _handed_on(os.environ)
         actor = ray.remote(RayWorker).options(num_cpus=1, num_gpus=gpus)
 
+        seed = int(options.get("seed", secrets.randbits(31)))
+
         def make(made: int, weights: Weights | None) -> Any:
             # Engines with one seed would draw the same samples, and a worker that replaces a dead one would repeat its.
-            seed = {"seed": int(options["seed"]) + made} if "seed" in options else {}
-            return actor.remote(model, {**options, **seed}, environment, weights)
+            return actor.remote(model, {**options, "seed": seed + made}, environment, weights)
 
         return cls(ray, make, workers, model)
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from agentspec.cache.store import LogNames, open_store
 from agentspec.cache.types import Int32Array
 from agentspec.errors import InvalidInputError
-from agentspec.files import replacing
+from agentspec.files import replacing, weight_files
 from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key, overrides_text
 from agentspec.server_ext.settings import Settings
@@ -60,7 +60,7 @@ def folder_of(config: TrainingConfig, sizes: Sequence[int] | None = None) -> Pat
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
     files = [_digest(path, size) for path, size in zip(paths, sizes, strict=True)]
     name, folder = config.model.name_or_path, Path(config.model.name_or_path)
-    model = [str(folder.resolve()), _weights_of(folder)] if folder.is_dir() else name
+    model = [str(folder.resolve()), weight_files(folder)] if folder.is_dir() else name
     key = json.dumps([data, files, model, config.model.dtype], sort_keys=True)
     return config.data.cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
 
@@ -229,12 +229,6 @@ def _digest(path: Path, size: int) -> str:
 
 def _unreadable(path: Path, error: OSError) -> InvalidInputError:
     return InvalidInputError(f"{path}: cannot be read: {error.strerror}; give a file of JSON lines")
-
-
-def _weights_of(folder: Path) -> list[tuple[str, int, int]]:
-    """Return names, sizes and change times of a model's weight files, because training may change them in place."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin")]
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _place(session: str) -> float:

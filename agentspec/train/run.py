@@ -172,7 +172,9 @@ class _Run:
         """Lock the cache folder while it is filled. Wait while another training with the same folder fills it."""
 
         def wait() -> None:
-            self._bars.console.print(f"waiting for another training, which fills {self.folder}", soft_wrap=True)
+            self._bars.console.print(
+                f"waiting for another training, which fills {self.folder}", soft_wrap=True, markup=False
+            )
 
         if not self.folder.exists():
             make_folder(self.folder, "data.cache_dir")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from agentspec import AgentClient, Budget, Stage
 from agentspec.report import read_run, render
@@ -30,19 +31,18 @@ def main() -> int:
     parser.add_argument("task", nargs="?", default="a function that counts words")
     options = parser.parse_args()
 
-    record = options.report.with_suffix(".jsonl")
-    if record == options.report:
-        parser.error("--report: the record of the calls gets this name; give another one, such as report.html")
-    with AgentClient(base_url=options.base_url, model=options.model, store=None, record=record) as client:
-        session = client.session("pipeline")
-        result = session.pipeline(options.task, STAGES, budget=Budget(requests=6, seconds=600), max_tokens=128)
-    for attempt in result.attempts:
-        print(f"{attempt.name}: {attempt.reason or (attempt.reply.text if attempt.reply else '')}\n")
-    print(f"stopped: {result.stopped}")
-    if any(attempt.reply for attempt in result.attempts):
-        options.report.touch(mode=0o600)  # it holds what was said
-        options.report.write_text(render(read_run(record)), encoding="utf-8", errors="replace")
-        print(f"where the tokens came from: {options.report}")
+    with TemporaryDirectory() as folder:
+        record = Path(folder) / "record.jsonl"
+        with AgentClient(base_url=options.base_url, model=options.model, store=None, record=record) as client:
+            session = client.session("pipeline")
+            result = session.pipeline(options.task, STAGES, budget=Budget(requests=6, seconds=600), max_tokens=128)
+        for attempt in result.attempts:
+            print(f"{attempt.name}: {attempt.reason or (attempt.reply.text if attempt.reply else '')}\n")
+        print(f"stopped: {result.stopped}")
+        if any(attempt.reply for attempt in result.attempts):
+            options.report.touch(mode=0o600)  # it holds what was said
+            options.report.write_text(render(read_run(record)), encoding="utf-8", errors="replace")
+            print(f"where the tokens came from: {options.report}")
     return 0 if result.done else 1
 
 

@@ -130,9 +130,12 @@ def test_the_arctic_rule_has_its_own_options(simulate: Program, conversations: P
     assert json.loads(simulate(str(conversations), *arctic, "--min-token-prob", "1", "--max-draft", "4")[1])["steps"]
 
 
-def test_a_table_without_json(simulate: Program, conversations: Path) -> None:
-    status, out, _ = simulate(str(conversations))
+def test_a_table_without_json(simulate: Program, conversations: Path, tmp_path: Path) -> None:
+    named = tmp_path / "[bold]:smile:[@x].jsonl"  # rich would take it for markup
+    conversations.rename(named)
+    status, out, _ = simulate(str(named))
     assert status == 0
+    assert named.name in out
     assert "tokens a step" in out and "240" in out and "from session" in out
 
 

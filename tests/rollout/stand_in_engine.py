@@ -21,6 +21,7 @@ class Engine:
         scheduler, model = SimpleNamespace(max_num_seqs=batch), SimpleNamespace(max_model_len=8)
         model.get_vocab_size = lambda: 100
         model.model, model.revision, model.dtype, model.quantization = "m", None, torch.float32, None
+        model.hf_overrides = {}
         spec = SimpleNamespace(method="custom_class", model=PROPOSER_PATH) if drafts else None
         self.vllm_config = SimpleNamespace(
             scheduler_config=scheduler,

@@ -52,12 +52,29 @@ def test_samples_of_another_model_are_not_mixed(tmp_path: Path) -> None:
         run(path, Plan(samples=3), of(tmp_path / "latest"))
 
 
+def test_weights_that_changed_in_their_place_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A trainer may write each checkpoint over the one before it."""
+    model, path = tmp_path / "checkpoint", tmp_path / "r.jsonl"
+    model.mkdir()
+    engine = Engine()
+    engine.vllm_config.model_config.model = str(model)
+    for samples, text in ((1, "one"), (2, "one"), (3, "another")):
+        if samples != 2:
+            (model / "model.safetensors").write_text(text)
+        run(path, Plan(samples=samples), engine)
+        assert ("have changed since samples" in caplog.text) == (samples == 3)
+
+
 @pytest.mark.parametrize(
     ("part", "name", "value", "said"),
     [
         ("model_config", "revision", "v2", 'revision null, and this rollout asks for "v2";'),
         ("model_config", "dtype", torch.bfloat16, 'dtype "float32", and this rollout asks for "bfloat16";'),
         ("model_config", "quantization", "fp8", 'quantization null, and this rollout asks for "fp8";'),
+        (
+            *("model_config", "hf_overrides", {"eps": 0.5}),
+            'hf_overrides "", and this rollout asks for "{\\"eps\\": 0.5}";',
+        ),
         ("cache_config", "cache_dtype", "fp8", 'kv_cache_dtype "auto", and this rollout asks for "fp8";'),
     ],
 )

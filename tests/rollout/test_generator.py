@@ -83,6 +83,11 @@ def test_where_vllm_gives_no_figures_of_drafts_the_engine_is_asked(
     assert (DRAFT_FIGURES in rollout_options()) == given
 
 
+def test_two_engines_of_one_script_draw_other_samples() -> None:
+    """vLLM's default seed is always the same, so a resumed rollout would repeat its samples."""
+    assert rollout_options()["seed"] != rollout_options()["seed"]
+
+
 def test_a_second_run_samples_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     with pytest.raises(RuntimeError, match="the engine died"):
@@ -218,6 +223,9 @@ def test_an_epoch_of_two_weights_is_told(tmp_path: Path, caplog: pytest.LogCaptu
     path = tmp_path / "r.jsonl"
     run(path, Plan(samples=1, epochs=2), update_weights=lambda llm, epoch: f"step {epoch}")
     run(path, Plan(samples=2, epochs=2), update_weights=lambda llm, epoch: f"step {epoch}")
+    assert "weights" not in caplog.text
+    for samples in (1, 2):
+        run(tmp_path / "nameless.jsonl", Plan(samples=samples), update_weights=lambda llm, epoch: "")
     assert "weights" not in caplog.text
     run(path, Plan(samples=3, epochs=1))
     assert f"epoch 0: weights step 0 wrote the samples in {path}, and weights None write the rest" in caplog.text

@@ -1,5 +1,6 @@
 """Test the driver of rollouts on Ray, with actors that answer at once; real ones are in end_to_end/test_ray.py."""
 
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -196,7 +197,11 @@ def failing(error: BaseException) -> Callable[..., Any]:
     return call
 
 
-def test_no_two_workers_have_one_seed_not_even_one_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("given", [{"seed": 5}, {}])
+def test_no_two_workers_have_one_seed_not_even_one_in_the_place_of_another(
+    given: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's default seed is always the same."""
     ray, seeds = Ray(), []
     monkeypatch.setenv("AGENTSPEC", "0")  # as --plain sets it; a node may have 1
     monkeypatch.setenv("AGENTSPEC_TENANT", "acme")
@@ -217,7 +222,8 @@ def test_no_two_workers_have_one_seed_not_even_one_in_the_place_of_another(monke
         **{name: getattr(ray, name) for name in ("exceptions", "get", "wait", "kill")},
     )
     monkeypatch.setitem(sys.modules, "ray", module)
-    engine = RayEngine.start("m", 2, seed=5)
+    monkeypatch.setattr(secrets, "randbits", lambda bits: 5)
+    engine = RayEngine.start("m", 2, **given)
     engine.add("a", [1], SAMPLING, {})
     ray.workers[0].fail = ActorError("killed")
     run(engine, 1)

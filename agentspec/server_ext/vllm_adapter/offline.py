@@ -9,6 +9,7 @@ from typing import Any
 
 from agentspec.awaiting import awaited
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, RolloutError, first_line
+from agentspec.server_ext.persistence.model_key import overrides_text
 from agentspec.server_ext.vllm_adapter.frontend.chats import templated
 from agentspec.server_ext.vllm_adapter.frontend.engine_calls import RPC_METHOD, api_request_id
 from agentspec.server_ext.vllm_adapter.startup.launch import missing_folder, refusals, without_vllm
@@ -80,8 +81,8 @@ def has_draft_figures() -> bool:
 class OfflineEngine:
     """Start, step and abort requests. llm: a ``vllm.LLM``.
 
-    model: the model's name, as the caller of ``start`` gave it. loaded: revision, number formats and quantization with
-    which vLLM loaded it, because they change its answers.
+    model: the model's name, as the caller of ``start`` gave it. loaded: revision, number formats, quantization and
+    overrides of its config with which vLLM loaded it, because they change its answers.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -95,6 +96,7 @@ class OfflineEngine:
             "dtype": str(model.dtype).removeprefix("torch."),
             "quantization": model.quantization,
             "kv_cache_dtype": self._engine.vllm_config.cache_config.cache_dtype,
+            "hf_overrides": overrides_text(model.hf_overrides),
         }
         self._max_model_len: int = model.max_model_len
         self._vocabulary: int = model.get_vocab_size()
