@@ -22,7 +22,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
 
 def test_it_leaves_what_else_is_in_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    for name in ("notes.txt", "work/code.py", "plain.log", "summary.json", "server.db", "server.db-wal", "server.db-0.snapshot"):
+    written = ("plain.log", "summary.json", "server.db", "server.db-wal", "server.db-0.snapshot")
+    for name in ("notes.txt", "work/code.py", *written):
         (tmp_path / name).write_text("x")
     assert run(monkeypatch, "--out", str(tmp_path)) == 1
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["code.py", "notes.txt", "work"]

@@ -95,6 +95,9 @@ class SuffixCache(KeptTurns):
     Older responses are dropped, up to 256 at a time, when a request names their group or tenant. A session's own text
     stays, and stored turns count as written when they are restored. Raises ConfigurationError for a value out of range
     or of another type.
+
+    A method that raises MemoryError leaves the cache empty. Requests that ran then raise IndexError, except in
+    ``abort``, which ends them.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 #include "cache/cache.hpp"
 
 #include <algorithm>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
@@ -38,6 +39,20 @@ Cache::Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_s
       vocab_size_(vocab_size),
       drafter_(make_drafter(settings)),
       entries_(settings, limits, window) {}
+
+Request& Cache::request(std::size_t slot) {
+  if (runs(slot)) return *requests_[slot];
+  refused_ = true;
+  throw std::out_of_range("the request does not run: memory had run out, and the cache forgot everything");
+}
+
+void Cache::start_over() {
+  requests_.clear();
+  entries_.start_over();
+  Size now;
+  now.bytes = public_bytes_;
+  entries_.count_unevictable({}, now);
+}
 
 std::shared_ptr<Learned> Cache::learned_of(const Request& request) {
   CacheEntry* const teacher = request.teacher();
@@ -125,7 +140,8 @@ void Cache::let_go_of_entries(const Request& request) {
 }
 
 void Cache::release(std::size_t slot) {
-  const auto ended = std::move(requests_.at(slot));
+  if (!runs(slot)) return;
+  const auto ended = std::move(requests_[slot]);
   entries_.count_unevictable(ended->counted, {});
   ended->leave();
   if (ended->group && !ended->group->gone) entries_.count(*ended->group);
@@ -187,7 +203,7 @@ void Cache::remove_session(const std::string& session, const std::string& tenant
   const std::string key = entry_key(EntryKind::kSession, session);
   std::shared_ptr<Group> group;  // whose documents are searched for the session's: the tenant, then its groups
   {
-    std::lock_guard lock(mutex_);
+    const Change change(*this);
     ++entries_.erasures;
     entries_.remove_session(session);
     for (const auto& current : requests_) {
@@ -199,7 +215,7 @@ void Cache::remove_session(const std::string& session, const std::string& tenant
   }
   std::optional<Corpus::Erasure> erasure;
   for (std::string last; group; let_engine_call()) {
-    std::lock_guard lock(mutex_);
+    const Change change(*this);
     ++entries_.erasures;  // a snapshot under way may have copied some of it since the last slice
     const Stopwatch stopwatch;
     do {

@@ -4,11 +4,13 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cache/entries.hpp"
@@ -56,7 +58,7 @@ struct ExternalDrafts {
 };
 
 // Holds the running requests, and the sessions, groups and tenants with the text of finished ones. Every public call
-// takes the lock.
+// takes the lock. A call that throws because memory has run out leaves the cache empty, as if it were new.
 class Cache {
  public:
   Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_size, HistoryWindow window = {});
@@ -138,35 +140,44 @@ class Cache {
   std::string load(const std::string& path, const std::string& identity);
 
  private:
-  // Holds the lock for a short call. The indexing thread releases it soon, because the engine may wait for the call. At
-  // its end, wakes that thread if there is work.
-  class EngineCall {
+  // Holds the lock during a change. If it ends with an exception, as when memory runs out, half of the change may be
+  // left. Then the cache starts over.
+  class Change {
    public:
-    explicit EngineCall(Cache& cache) : cache_(cache) {
-      ++cache.calling_;
-      cache.mutex_.lock();
-      --cache.calling_;
-    }
-    ~EngineCall() {
-      cache_.want_indexing();
+    explicit Change(Cache& cache) : cache_(cache), exceptions_(std::uncaught_exceptions()) { cache.mutex_.lock(); }
+    ~Change() {
+      if (std::uncaught_exceptions() > exceptions_ && !std::exchange(cache_.refused_, false)) cache_.start_over();
       cache_.mutex_.unlock();
     }
-    EngineCall(const EngineCall&) = delete;
-    EngineCall& operator=(const EngineCall&) = delete;
+    Change(const Change&) = delete;
+    Change& operator=(const Change&) = delete;
+
+   protected:
+    Cache& cache_;
 
    private:
-    Cache& cache_;
+    int exceptions_;
+  };
+
+  // Holds the lock for a short call. The indexing thread releases it soon, because the engine may wait for the call. At
+  // its end, wakes that thread if there is work.
+  class EngineCall : Change {
+   public:
+    explicit EngineCall(Cache& cache) : Change(waiting(cache)) { --cache.calling_; }
+    ~EngineCall() { cache_.want_indexing(); }
+
+   private:
+    static Cache& waiting(Cache& cache) {
+      ++cache.calling_;
+      return cache;
+    }
   };
 
   // Thaws its entry, if it has one, when it is destroyed.
   struct Thawing {
     Cache& cache;
     std::shared_ptr<CacheEntry> entry;
-    ~Thawing() {
-      if (!entry) return;
-      std::lock_guard lock(cache.mutex_);
-      cache.entries_.thaw(*entry);
-    }
+    ~Thawing();
   };
 
   // Lets go of the entries of a request without a slot when it is destroyed.
@@ -176,7 +187,11 @@ class Cache {
     ~Leaving();
   };
 
-  Request& request(std::size_t slot) { return *requests_.at(slot); }
+  bool runs(std::size_t slot) const { return slot < requests_.size() && requests_[slot]; }
+  // Throws std::out_of_range for a request that was forgotten when the cache started over.
+  Request& request(std::size_t slot);
+  // Forgets everything: all requests, sessions, groups and tenants, and what was learned.
+  void start_over();
   std::shared_ptr<Learned> learned_of(const Request& request);
   void count(Request& request);
   // hold_entries() keeps the entries of a request from being evicted, until let_go_of_entries().
@@ -217,6 +232,7 @@ class Cache {
   std::atomic<bool> wanted_ = false;     // there may be work for it
   std::atomic<bool> closed_ = false;
   std::vector<std::unique_ptr<Request>> requests_;  // by slot
+  bool refused_ = false;  // the present call throws before it has changed anything
 };
 
 }  // namespace agentspec

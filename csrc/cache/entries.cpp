@@ -326,6 +326,16 @@ bool CacheEntries::dispose_some() {
   return true;
 }
 
+void CacheEntries::start_over() {
+  for (const auto& [key, entry] : entries_.by_key) entry->gone = true;  // for an erasure or a snapshot under way
+  for (const auto& [key, tenant] : tenants_.by_key) tenant->gone = true;
+  CacheEntries fresh(settings_, limits, window);
+  fresh.erasures = erasures + 1;
+  fresh.periods = periods;
+  fresh.evictions_ = evictions_;
+  *this = std::move(fresh);
+}
+
 void CacheEntries::drop(CacheEntry& entry) {
   const auto alive = entries_.find(entry.key);  // keeps the entry until this returns
   set_waiting(entry, false);

@@ -177,6 +177,8 @@ class CacheEntries {
   void thaw(CacheEntry& entry);
   // `same_window`: the snapshot's clock counts the same as the present one. Otherwise all responses count as new.
   void load(SnapshotReader& reader, std::int64_t vocab_size, bool same_window);
+  // Forgets all entries, whose sums and orders may be wrong.
+  void start_over();
   bool empty() const { return tenants_.by_key.empty() && held_.bytes == 0; }
 
   Limits limits;

@@ -4,6 +4,7 @@
 #include <unistd.h>
 #endif
 
+#include <new>
 #include <thread>
 
 #include "cache/cache.hpp"
@@ -56,14 +57,14 @@ std::size_t Cache::work(WorkBudget& budget) {
 }
 
 std::size_t Cache::catch_up(WorkBudget budget) {
-  std::lock_guard lock(mutex_);
+  const Change change(*this);
   const std::size_t done = work(budget);
   worked_ += budget.spent();
   return done;
 }
 
 bool Cache::index_some() {
-  std::lock_guard lock(mutex_);
+  const Change change(*this);
   const Stopwatch stopwatch;
   do {
     WorkBudget budget(WorkBudget::kAtOnce, kPiece);
@@ -77,7 +78,10 @@ void Cache::index_until_closed() {
   indexing_ = true;
   while (!closed_) {
     wanted_ = false;
-    while (!closed_ && index_some()) std::this_thread::sleep_for(kBetweenSlices);
+    try {
+      while (!closed_ && index_some()) std::this_thread::sleep_for(kBetweenSlices);
+    } catch (const std::bad_alloc&) {  // the cache is empty now, and the thread goes on
+    }
     if (!closed_) wanted_.wait(false);
   }
 }

@@ -1,5 +1,6 @@
 // Saves and loads the entries of a cache, without running requests: the calls of Cache and those of CacheEntries.
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -134,6 +135,15 @@ void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size, bool sa
   for (const auto& [used, entry] : uses) touch(*entry);
 }
 
+Cache::Thawing::~Thawing() {
+  if (!entry) return;
+  try {
+    const Change change(cache);
+    cache.entries_.thaw(*entry);
+  } catch (const std::bad_alloc&) {  // the cache is empty now
+  }
+}
+
 bool Cache::save(const std::string& path, const std::string& identity, const std::string& note) {
   std::lock_guard saving(saving_);
   SnapshotWriter writer(path);
@@ -153,7 +163,7 @@ bool Cache::save(const std::string& path, const std::string& identity, const std
     const CacheEntries::Cursor here = next;
     Thawing thawing{*this, nullptr};
     {
-      std::lock_guard lock(mutex_);
+      const Change change(*this);
       more = entries_.save_some(writer, next, thawing.entry);
     }
     const bool whole = writer.flush([&](const auto& copy) {
@@ -204,6 +214,7 @@ std::string Cache::load(const std::string& path, const std::string& identity) {
   if (!entries_.empty()) throw std::runtime_error("the cache is in use already: load into a new one");
   loaded.set_limits(entries_.limits);
   if (entries_.erasures > 0) throw std::runtime_error("a session was erased while it was read");
+  loaded.periods += entries_.periods;  // those that began since this cache was made
   entries_ = std::move(loaded);
   return note;
 }

@@ -1,5 +1,6 @@
 // Adds stored turns to Cache: those of other processes, and those of this one from before a restart.
 #include <algorithm>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -106,7 +107,7 @@ std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
   request.begin(*drafter_, prompt);
   request.index.advance(prompt.size());
   {
-    std::lock_guard lock(mutex_);
+    const Change change(*this);
     if (!find_held(names, request) || request.tenant->corpus.holds(turn.record)) return 0;
     hold_entries(request);
     request.learned = learned_of(request);
@@ -117,7 +118,7 @@ std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
   while (true) {
     std::shared_ptr<const SuffixIndex> former;  // outlives the lock: freeing it waits for Python's
     {
-      std::lock_guard lock(mutex_);
+      const Change change(*this);
       former = std::exchange(known, public_);
       if (former != public_) request.forget_public();
       for (std::size_t i = 0; i < kLearnedPerSlice && !left.empty(); ++i) {
@@ -131,8 +132,11 @@ std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
 }
 
 Cache::Leaving::~Leaving() {
-  std::lock_guard lock(cache.mutex_);
-  cache.let_go_of_entries(request);
+  try {
+    const Change change(cache);
+    cache.let_go_of_entries(request);
+  } catch (const std::bad_alloc&) {  // the cache is empty now
+  }
 }
 
 }  // namespace agentspec

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <bitset>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -99,12 +100,19 @@ struct Draft {
   std::vector<Candidate> taken;  // the draft's tokens
   std::size_t match_length = 0;  // of the first token, in tokens of context; 0 if nothing is drafted
   bool open = false;             // it continues the present text, so another drafter's tokens may be merged
+  std::bitset<kSources> outdated;  // sources that were searched anew since, so that the path's places in them are wrong
 
   void clear() {
     path.clear();
     taken.clear();
     match_length = 0;
     open = false;
+    outdated.reset();
+  }
+
+  // Returns whether the place of a position's likeliest candidate is wrong by now.
+  bool is_outdated(const ScoredPosition& scored) const {
+    return scored.count > 0 && outdated.test(scored.candidates[scored.best].source);
   }
 
   // Forgets the tokens, and what could be learned from them. Keeps their number and sources, because the engine is

@@ -111,7 +111,11 @@ void SuffixDrafter::merge_draft(DraftRequest request, const ExternalDraft& exter
   if (external.size() == 0) return;
   merged_.open = true;
   DraftValue offered{kCaution * cost, present.best};
+  const auto before = request.state.versions;
   grow(request, external, limit, offered, merged_.path);
+  for (std::size_t s = 0; s < kSources; ++s) {  // the request's own text only grows
+    if (s != kRequest && before[s] != request.state.versions[s]) draft.outdated.set(s);
+  }
   if (offered.best_length > 0) {
     take(offered.best_length, merged_);
     std::swap(draft, merged_);
@@ -160,7 +164,9 @@ void SuffixDrafter::learn(DraftRequest request, std::span<const Token> verified)
   const std::size_t right = learn_path(request, verified);
   state.outcome = draft.taken.empty() ? 0 : right >= draft.taken.size() ? 1 : 2;
   for (std::size_t d = 0; d < verified.size(); ++d) {
-    if (d <= right && d < draft.path.size()) mark_resume_point(draft.path[d], verified[d], state.resume);
+    if (d <= right && d < draft.path.size() && !draft.is_outdated(draft.path[d])) {
+      mark_resume_point(draft.path[d], verified[d], state.resume);
+    }
     advance(sources, verified[d], state.resume);
     for (std::size_t s = 0; s < kSources; ++s) {
       Match& match = state.matches[s];

@@ -241,7 +241,12 @@ class Buffer {
 
   void shrink(std::size_t size) {
     if (!mapped_) {
-      if (capacity_ * sizeof(T) > kSmall && 2 * size < capacity_) reserve(size + size / 8 + 1);
+      const std::size_t capacity = size + size / 8 + 1;
+      if (capacity_ * sizeof(T) <= kSmall || 2 * size >= capacity_) return;
+      T* const data = static_cast<T*>(std::realloc(data_, capacity * sizeof(T)));
+      if (!data) return;  // it stays as large as it is
+      data_ = data;
+      capacity_ = capacity;
       return;
     }
     const std::size_t begin = (size * sizeof(T) + granule() - 1) / granule() * granule();

@@ -120,6 +120,21 @@ def test_a_snapshot_knows_when_what_was_written(unit: str, tmp_path: Path) -> No
     assert not drafted(loaded, 1) and drafted(loaded, 2)
 
 
+def test_weights_that_began_before_a_snapshot_is_loaded_count(tmp_path: Path) -> None:
+    cache = window("1 weights")
+    say(cache, 1)
+    cache.save(tmp_path / "snapshot")
+    for begin_first in (True, False):
+        loaded = window("1 weights")
+        if begin_first:
+            loaded.begin_weights()
+        loaded.load_snapshot(tmp_path / "snapshot")
+        if not begin_first:
+            assert drafted(loaded, 1)
+            loaded.begin_weights()
+        assert not drafted(loaded, 1)
+
+
 @pytest.mark.parametrize(("saved", "window"), [("500 tokens", "1 weights"), ("3 weights", "20 tokens")])
 def test_what_was_saved_under_another_unit_counts_as_written_now(saved: str, window: str, tmp_path: Path) -> None:
     cache = SuffixCache(history=HistoryWindow.parse(saved))

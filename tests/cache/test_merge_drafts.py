@@ -8,6 +8,7 @@ import pytest
 from agentspec.cache import SOURCES, Draft, DraftPolicy, Drafts, SuffixCache
 from agentspec.cache._native import draft_value
 from agentspec.errors import AgentSpecError, InvalidInputError, InvalidTokenError, UnknownRequestError
+from tests.cache.streams import Pair
 from tests.oracle.drafting import CAUTION, DraftValue
 
 TURN = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
@@ -26,6 +27,27 @@ def merge(
 ) -> Drafts:
     given = np.array([tokens], np.int32), np.array([probabilities], np.float64)
     return cache.merge_drafts(["r"], *given, [len(tokens)], [max_draft], **options)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_draft_that_was_kept_resumes_nowhere_in_an_index_that_has_moved_meanwhile(merged: bool) -> None:
+    """The indexing thread may move it while the draft model runs. Then the draft's places in it are those of others."""
+    pair, said = Pair(DraftPolicy(cost=0.0)), list(range(10, 20))
+    for name, response in (("first", [*said, *range(1000, 4000)]), ("second", list(range(5000, 7500)))):
+        pair.start(name, [1], None, "t")
+        pair.extend(name, response)
+        pair.finish(name)
+    pair.catch_up(2**62)
+    text = [7, *said[:5]]
+    pair.start("r", text, None, "t")
+    assert pair.step(["r"], [text], [8], [0]).lists()[0][:5] == said[5:10]
+    pair.resize(max_tokens=2600)  # evicts the first response, and then moves the second one to the front
+    for _ in range(2):
+        pair.catch_up(2**62)
+    if merged:
+        pair.merge_drafts(["r"], [[(5, 0.0)]], [8])
+    assert pair.step(["r"], [[*text, 99]], [8], [8]).lists() == [[]]
+    assert pair.core.candidates("r") == []
 
 
 def test_given_tokens_where_the_suffix_indexes_have_none() -> None:

@@ -33,13 +33,15 @@ class Draft:
     """Hold the scored positions; the first `len(taken)` of them are the draft.
 
     Positions that did not pay stay in the path, because verified tokens may reveal whether they were right. open: the
-    draft continues the present text, so another drafter's tokens may be merged.
+    draft continues the present text, so another drafter's tokens may be merged. outdated: the sources that were
+    searched anew since, so that the path's places in them are wrong.
     """
 
     path: list[ScoredPosition] = field(default_factory=list)
     taken: list[Candidate] = field(default_factory=list)
     match_length: int = 0
     open: bool = False
+    outdated: set[int] = field(default_factory=set)
 
     def forget_tokens(self) -> None:
         """Forget the tokens and what could be learned from them, but not how many there are and from where."""
@@ -144,7 +146,11 @@ class SuffixDrafter:
         for candidate in taken:
             present.add(candidate.probability)
         offered = DraftValue(CAUTION * cost, present.best)
+        before = list(request.state.versions)
         path = self._grow(request, external, limit, offered) if external else []
+        for at, (old, new) in enumerate(zip(before, request.state.versions, strict=True)):
+            if at > 0 and old != new:  # the request's own text only grows
+                draft.outdated.add(at)
         if offered.best_length > 0:
             return _drafted(path, offered.best_length)
         draft.taken = taken[: present.best_length]
@@ -164,7 +170,7 @@ class SuffixDrafter:
         right = self._learn_path(request, verified)
         state.outcome = 0 if not draft.taken else 1 if right >= len(draft.taken) else 2
         for number, token in enumerate(verified):
-            if number <= right and number < len(draft.path):
+            if number <= right and number < len(draft.path) and not _is_outdated(draft, draft.path[number]):
                 state.resume = mark_resume_point(draft.path[number], token, state.resume)
             state.resume = _advance(sources, token, state.resume)
             for at, (source, match) in enumerate(zip(sources, state.matches, strict=True)):
@@ -232,6 +238,11 @@ def with_probabilities(taken: list[Candidate], external: ExternalDraft) -> list[
     """Return a draft's tokens with another drafter's probabilities where both begin alike."""
     shared = shared_with(external, taken)
     return [replace(own, probability=external[at][1]) if at < shared else own for at, own in enumerate(taken)]
+
+
+def _is_outdated(draft: Draft, scored: ScoredPosition) -> bool:
+    """Return whether the place of a position's likeliest candidate is wrong by now."""
+    return scored.best is not None and scored.best.source in draft.outdated
 
 
 def _drafted(path: list[ScoredPosition], length: int) -> Draft:

@@ -1,5 +1,6 @@
 """Test the engine-side logic without vLLM: what is drafted for which request, and what a failure costs."""
 
+import itertools
 import time
 from dataclasses import replace
 from typing import Any
@@ -174,6 +175,27 @@ def test_a_failing_suffix_index_costs_drafts_and_is_counted_once_in_the_log(capl
     assert engine.run("b", [1, 2], TEXT, session="s") == len(TEXT)
     assert engine.proposer.stats()["counters"]["errors_propose"] == 2
     assert sum("broken on purpose" in (r.exc_text or "") for r in caplog.records) == 1
+
+
+def test_a_step_for_which_memory_runs_out_costs_drafts() -> None:
+    """The core then forgets everything, the requests that run included."""
+    engine = Engine()
+    step, core = engine.proposer.cache.step, engine.proposer.cache._core
+    steps = itertools.count()
+
+    def short_of_memory(*given: Any, **named: Any) -> Any:
+        number = next(steps)
+        if number == 5:
+            core.abort(0)  # as the core does
+            raise MemoryError
+        return step(*given, **named)
+
+    engine.proposer.cache.step = short_of_memory  # type: ignore[method-assign]
+    assert engine.run("a", [1, 2], TEXT, session="s") > len(TEXT) / 2
+    assert engine.run("b", [1, 2], TEXT, session="s") == len(TEXT), "nothing of the first was kept"
+    assert engine.run("c", [1, 2], TEXT, session="s") < len(TEXT) / 2
+    counters = engine.proposer.stats()["counters"]
+    assert counters["errors_propose"] == 1 and counters["finished"] == 3
 
 
 def test_a_request_that_cannot_start_leaves_the_others_alone() -> None:
