@@ -277,6 +277,7 @@ class TestLaunch:
         assert json.loads(result[-1]) == {"agentspec": {"scope": "none", "verify_cost": 0.1}, "x": 1}
         assert json.loads(result[result.index("--speculative-config") + 1]) == method
         own = serve_arguments([f"--config={file}", "--additional-config", "{}"], {}, None)
+        assert own[:2] == ["--config", str(file)]  # vLLM reads no file of --config=FILE
         assert json.loads(own[-1]) == {"agentspec": {}}
 
     @pytest.mark.parametrize("name", ["tenant", "principal_header", "principal-header", "max_bytes", "store"])

@@ -1,5 +1,6 @@
 """Find options among the arguments of ``vllm serve`` and in the file of its option ``--config``."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ _LEAST_ABBREVIATION = len("--add")
 class CommandLine:
     """Hold the arguments of ``vllm serve`` and the options in its ``--config`` file.
 
-    rest: the arguments that were not taken.
+    rest: the arguments that were not taken. ``--config=FILE`` is two of them, because vLLM does not read the file
+    otherwise.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self.rest = list(arguments)
+        parts = (each.split("=", 1) if each.startswith(f"{_FILE}=") else [each] for each in arguments)
+        self.rest = list(itertools.chain.from_iterable(parts))
         self._file: dict[str, Any] = {}
         self._file = _read_file(self.value(_FILE))
 

@@ -38,8 +38,8 @@ _SPECULATIVE_FLAGS = ("--speculative-config", "-sc")
 _IN_USE = "; give another --port; with --uds another path, or remove that file if no server listens there"
 _TLS_FLAGS = ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs")
 _ADDRESS_FLAGS = ("--port", "--host", "--uds", "--headless", "--config")
-_ELSEWHERE = ("--uds", "--headless", "--data-parallel", "-dp", "--api-server-count", "-asc", "--grpc", "--config=")
-"""Beginnings of arguments beside which the port may be another, or none. vLLM reads no file given as --config=FILE."""
+_ELSEWHERE = ("--uds", "--headless", "--data-parallel", "-dp", "--api-server-count", "-asc", "--grpc")
+"""Beginnings of arguments beside which the port may be another, or none."""
 _DEFAULT_PORT = "8000"
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp")
 OPTIONS = {
