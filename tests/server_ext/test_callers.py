@@ -369,8 +369,13 @@ def test_a_file_without_an_end_counts_once_it_has_stopped_growing(
     """The name of a tenant that is only half written may be another tenant's."""
     monkeypatch.setattr("agentspec.server_ext.identity.callers._LOOK_AGAIN_SECONDS", 0.0)
     path, digest = tmp_path / "keys", hashlib.sha256(b"key").hexdigest()
+    path.write_text("# no key yet\n")
+    unnamed = ApiKeysFile(path)
+    path.write_text(f"{digest} team-1")
+    assert unnamed.tenant_of("key") is None
     path.write_text(f"{digest} team-12\n")
     keys = ApiKeysFile(path)
+    assert unnamed.tenant_of("key") == "team-12"
     path.write_text(f"{digest} team-1")
     assert keys.tenant_of("key") == "team-12"
     path.write_text(f"{digest} team-13")

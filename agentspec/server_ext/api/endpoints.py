@@ -26,6 +26,7 @@ from agentspec.server_ext.api.response_figures import FiguresMiddleware, figures
 from agentspec.server_ext.api.session_routes import router as session_router
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter import uses_agentspec
+from agentspec.server_ext.vllm_adapter.frontend.chats import tokenizer_of
 from agentspec.server_ext.vllm_adapter.frontend.engine_calls import (
     ask_or_refuse,
     drafting_engine,
@@ -72,6 +73,7 @@ class AgentSpecEndpoints:
         if engine_client is not None and uses_agentspec(engine_client.vllm_config):
             config = engine_client.vllm_config
             engine_client.output_processor.agentspec = ResponseLengths(engine_client)
+            tokenizer_of(engine_client)  # copies vLLM's now, because that holds up everything for half a second
             settings = load_settings(config.additional_config)
             has_keys = any(args.api_key or [os.environ.get("VLLM_API_KEY")])
             logger.info("agentspec: %s", what_drafts(config.speculative_config, settings, has_keys=has_keys))

@@ -3,6 +3,9 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,8 @@ class BodyMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._failed = False
+        # One thread, as vLLM has for its prompts. More would wait for the tokenizer, and take threads from others.
+        self._thread = ThreadPoolExecutor(1, "agentspec-bodies")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request. One without a prediction and without anything to quote passes unchanged."""
@@ -45,7 +50,9 @@ class BodyMiddleware:
         given = _NOTHING
         if predicts or may_quote(body):
             try:
-                given = await asyncio.to_thread(self._drafts_from, scope["app"].state, engine, body, predicts)
+                state, loop = scope["app"].state, asyncio.get_running_loop()
+                read = partial(copy_context().run, self._drafts_from, state, engine, body, predicts)
+                given = await loop.run_in_executor(self._thread, read)
             except InvalidInputError as error:
                 what = {"message": str(error), "type": "BadRequestError", "param": "prediction", "code": 400}
                 await JSONResponse({"error": what}, status_code=400)(scope, replayed, send)

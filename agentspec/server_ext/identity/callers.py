@@ -165,7 +165,7 @@ class ApiKeysFile:
         self._seen = self._state()
         self._unfinished = ""  # a text without a line end, which may still be written
         self._tenants: dict[str, str] = {}
-        self._tenants = self._read()
+        self._tenants = self._read(first=True)
         self._looked = time.monotonic()
         self._unreadable = False  # at the latest try
 
@@ -211,14 +211,14 @@ class ApiKeysFile:
             return None
         return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
-    def _read(self) -> dict[str, str]:
-        """Return the tenant of each digest. Raises ConfigurationError."""
+    def _read(self, *, first: bool = False) -> dict[str, str]:
+        """Return the tenant of each digest. Raises ConfigurationError. first: the file is not read again."""
         try:
             text = self.path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigurationError(f"api_keys_file {self.path}: cannot be read: {why}") from error
-        if not text.endswith("\n") and self._tenants and text != self._unfinished:
+        if not text.endswith("\n") and not first and text != self._unfinished:
             self._unfinished = text
             raise _UnfinishedError
         if not text and self._tenants:  # many programs empty a file first, and without its keys all callers are one

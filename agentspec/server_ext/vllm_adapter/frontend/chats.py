@@ -1,16 +1,104 @@
 """Read chats as vLLM's server does: the tokenizer, and messages as chat templates take them."""
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+logger = logging.getLogger("vllm.agentspec")
 
-def tokenizer_of(engine_client: Any) -> Any:
+_PIECE = 16_384
+"""Most characters that are encoded in one go: 5 to 15 ms, and some megabytes of memory."""
+_PAUSE = 1e-4
+"""Time between two pieces, in seconds, so that another thread gets its turn."""
+
+
+class ServedTokenizer:
+    """Turn texts into tokens and back, as the served model's tokenizer does. Safe for any thread.
+
+    This is a copy of vLLM's tokenizer, which must not work in our threads. vLLM either pools it, and then it copies
+    itself for each further thread and keeps the copies. Or both sides change its truncation, so that texts are cut.
+    source: vLLM's.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._tokenizer = _copied(source)
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of a text. A long text is cut at ends of lines, each part of which is encoded by itself."""
+        tokens: list[int] = []
+        for piece in _pieces(text):
+            if tokens:
+                time.sleep(_PAUSE)
+            with self._lock:
+                tokens += self._tokenizer.encode(piece, add_special_tokens=add_special_tokens)
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        with self._lock:
+            return str(self._tokenizer.decode(tokens))
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        """Return a chat by the model's template."""
+        with self._lock:
+            return self._tokenizer.apply_chat_template(messages, **options)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield the parts of a text, of at most _PIECE characters, cut behind a line if possible, or in front of a word."""
+    begin = 0
+    while len(text) - begin > _PIECE:
+        cut = text.rfind("\n", begin, begin + _PIECE) + 1
+        while cut > begin and text[cut].isspace():  # tokens may hold several ends of lines, and indentation
+            cut = text.rfind("\n", begin, cut - 1) + 1
+        if cut <= begin:
+            cut = text.rfind(" ", begin + 1, begin + _PIECE)
+        yield text[begin : cut if cut > begin else begin + _PIECE]
+        begin = cut if cut > begin else begin + _PIECE
+    yield text[begin:]
+
+
+def _copied(tokenizer: Any) -> Any:
+    """Return a copy of a tokenizer of transformers, without vLLM's pool; any other as it is."""
+    try:
+        from transformers import PreTrainedTokenizerBase
+
+        return copy.deepcopy(_unpooled(tokenizer)) if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer
+    except Exception:  # a model's own class may refuse it in any way
+        logger.warning("agentspec: the tokenizer cannot be copied, so threads of vLLM's wait for ours", exc_info=True)
+        return tokenizer
+
+
+def _unpooled(tokenizer: Any) -> Any:
+    """Return a tokenizer as it was before vLLM made a pool of it (``maybe_make_thread_pool``)."""
+    from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
+
+    if not isinstance(tokenizer, ThreadSafeHFTokenizerMixin):
+        return tokenizer
+    kind: Any = type(tokenizer).__bases__[0]
+    plain = kind.__new__(kind)
+    plain.__dict__.update(vars(tokenizer))
+    return plain
+
+
+def tokenizer_of(engine_client: Any) -> ServedTokenizer | None:
     """Return the served model's tokenizer, or None where vLLM runs without one (``--skip-tokenizer-init``)."""
     try:
-        return engine_client.get_tokenizer()
+        source = engine_client.get_tokenizer()
     except ValueError:
         return None
+    if source is None:
+        return None
+    held: ServedTokenizer | None = getattr(engine_client, "agentspec_tokenizer", None)
+    if held is None or held.source is not source:
+        held = engine_client.agentspec_tokenizer = ServedTokenizer(source)
+    return held
 
 
 def templated(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
