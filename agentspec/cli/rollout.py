@@ -4,7 +4,6 @@ import importlib
 import math
 import operator
 import os
-import secrets
 import signal
 import sys
 import time
@@ -128,7 +127,7 @@ def rollout(
     if "model" in given:
         raise ConfigurationError("--engine: the model is an option of its own, --model")
     hand_on(store=store, tenant=tenant)
-    options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager, "seed": secrets.randbits(31)}
+    options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager}
     drafting = _given(verify_cost=verify_cost, max_draft=max_draft)
     options |= _drafting_options(given, plain, drafting, here=ray is None)
     options |= given | _given(

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
@@ -46,13 +45,12 @@ PLAIN_OPTIONS = {"logprobs_mode": "processed_logprobs"}
 def rollout_options(**options: Any) -> dict[str, Any]:
     """Return keyword arguments for ``vllm.LLM``, with which it drafts and gives the figures that samples hold.
 
-    They hold a random ``seed``, because vLLM's default is always the same: a resumed rollout would repeat its samples.
     options: as ``engine_options`` takes them. Raises ConfigurationError for a wrong setting.
     """
     from agentspec.server_ext.vllm_launch import engine_options
 
     figures = {DRAFT_FIGURES: "summary"} if has_draft_figures() else {}
-    return {**engine_options(**options), **PLAIN_OPTIONS, **figures, "seed": secrets.randbits(31)}
+    return {**engine_options(**options), **PLAIN_OPTIONS, **figures}
 
 
 class RolloutGenerator:

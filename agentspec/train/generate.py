@@ -29,7 +29,7 @@ def answer_prompts(source: PromptsSource, model: Model, out: Path, progress: Cal
     """Write an answer to every prompt into ``out``, in the format of ``agentspec simulate``.
 
     Prompts that ``out`` has answers to are skipped, so a run that was cut off goes on; vLLM is started only if answers
-    are missing. Sampled answers depend on the seed in ``engine`` (vLLM's default is 0), not on the training's seed,
+    are missing. Sampled answers depend on the seed in ``engine`` (default 0), not on the training's seed,
     because trainings with other seeds share them. ``progress`` gets the number of answers done and of all. Raises
     InvalidInputError that names file and line of a prompt that cannot be used, before any is answered, and
     ConfigurationError if vLLM cannot be imported or refuses ``engine``.
@@ -107,7 +107,7 @@ def _answered(out: Path) -> int:
 
 def _engine(source: PromptsSource, model: Model) -> OfflineEngine:
     try:
-        return OfflineEngine.start(model.name_or_path, **{"dtype": model.dtype, **source.engine})
+        return OfflineEngine.start(model.name_or_path, **{"dtype": model.dtype, "seed": 0, **source.engine})
     except ConfigurationError as error:
         raise ConfigurationError(f"data.sources: type prompts needs vLLM: {error}") from error
 

@@ -83,9 +83,18 @@ def test_where_vllm_gives_no_figures_of_drafts_the_engine_is_asked(
     assert (DRAFT_FIGURES in rollout_options()) == given
 
 
-def test_two_engines_of_one_script_draw_other_samples() -> None:
+def test_an_engine_that_is_started_again_draws_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's default seed is always the same, so a resumed rollout would repeat its samples."""
-    assert rollout_options()["seed"] != rollout_options()["seed"]
+    seeds: list[int] = []
+
+    def make(model: str, *, seed: int, **options: Any) -> LLM:
+        seeds.append(seed)
+        return LLM(Engine())
+
+    monkeypatch.setattr("vllm.LLM", make)
+    for given in ({}, {}, {"seed": 5}):
+        OfflineEngine.start("m", **given, **rollout_options())
+    assert seeds[0] != seeds[1] and seeds[2] == 5
 
 
 def test_a_second_run_samples_what_is_missing(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Run a ``vllm.LLM`` of this process one step at a time, so that each answer is seen as soon as it is finished."""
 
 import operator
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -104,7 +105,9 @@ class OfflineEngine:
 
     @classmethod
     def start(cls, model: str, **options: Any) -> "OfflineEngine":
-        """Make the engine. options: as ``vllm.LLM`` takes them.
+        """Make the engine. options: as ``vllm.LLM`` takes them. Without a seed it gets a random one.
+
+        vLLM's default seed is always the same, so an engine that is started again would repeat its samples.
 
         Raises ConfigurationError for a model or an option that vLLM refuses, and if vLLM is not installed.
         """
@@ -113,7 +116,7 @@ class OfflineEngine:
         except ImportError as error:
             raise without_vllm(error) from error
         try:
-            engine = cls(LLM(model, **options))
+            engine = cls(LLM(model, **{"seed": secrets.randbits(31), **options}))
         except AgentSpecError:
             raise
         except refusals(OSError, TypeError, RuntimeError) as error:
