@@ -9,7 +9,7 @@ import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from agentspec.client.messages import AGENTS_DATA, AGENTS_ITEMS, tool_message
+from agentspec.client.messages import AGENTS_DATA, AGENTS_ITEMS, encodable, tool_message
 from agentspec.errors import InvalidInputError
 
 _DROPPED = frozenset({"compaction"})
@@ -140,7 +140,14 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
         if thoughts and messages and messages[-1]["role"] == "assistant":
             messages[-1].setdefault(AGENTS_ITEMS, []).extend(thoughts)
         thoughts = []
-    return messages
+    return [_encodable(message) for message in messages]
+
+
+def _encodable(value: Any) -> Any:
+    """Return a part of a message with texts that a request can carry (`encodable`)."""
+    if isinstance(value, dict):
+        return {name: _encodable(part) for name, part in value.items()}
+    return [_encodable(part) for part in value] if isinstance(value, list) else encodable(value)
 
 
 def _content(content: Any) -> Any:

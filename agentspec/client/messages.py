@@ -59,7 +59,11 @@ def as_message(message: object) -> dict[str, Any]:
             f"message: a dict or a pydantic object with a 'role' is needed, not {shown(message)};"
             ' content parts go inside one: {"role": "user", "content": [...]}'
         )
-    return {_plain(str(key)): _plain(value) for key, value in fields.items()}
+    plain = {_plain(str(key)): _plain(value) for key, value in fields.items()}
+    calls = plain.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise InvalidInputError(f"tool_calls: a list of calls is needed, each a dict, not {shown(calls)}")
+    return plain
 
 
 def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:

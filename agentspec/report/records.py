@@ -149,15 +149,16 @@ def _refused(path: str | Path, number: int, error: Exception) -> InvalidInputErr
 
 def _add(line: dict[str, Any], sessions: dict[_Named, Session], requests: dict[str, Turn]) -> None:
     """Add a line's reply, or step, to its session. Raises any of Python's errors for a line of another form."""
-    turn = _step(line, requests.get(line["request"])) if "request" in line else _reply(line)
+    known = requests.get(line["request"]) if "request" in line else None
+    turn = _step(line, known) if "request" in line else _reply(line)
+    if known is not None:  # its lines may name its session differently, since an erasure blanks the names
+        return
     name, key = _text(line, "session"), _text(line, "session_key")
     new = Session(name or "without a session", _text(line, "parent"), key)
     session = sessions.setdefault((name, key), new)
-    if "request" not in line:
-        session.turns.append(turn)
-    elif line["request"] not in requests:
+    session.turns.append(turn)
+    if "request" in line:
         requests[line["request"]] = turn
-        session.turns.append(turn)
 
 
 def _step(line: dict[str, Any], turn: Turn | None) -> Turn:

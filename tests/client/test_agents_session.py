@@ -73,6 +73,16 @@ async def test_a_tools_image_comes_back_as_it_was(server: FakeServer) -> None:
         assert session.messages[-1] == {"role": "tool", "tool_call_id": "c1", "content": content}
 
 
+async def test_items_with_halves_of_characters_leave_the_session_usable(server: FakeServer) -> None:
+    call = {**CALL, "arguments": '{"a": "caf\udce9"}'}
+    answer = {"type": "function_call_output", "call_id": CALL["call_id"], "output": "done"}
+    async with connect(server) as client:
+        session = client.session("s")
+        await session.add_items([{"role": "user", "content": "caf\udce9"}, call, answer])
+        assert (await session.chat("Go on.")).text
+        assert session.messages[0]["content"] == r"caf\udce9"
+
+
 async def test_a_closed_client_takes_no_items(server: FakeServer) -> None:
     async with connect(server, store=MemoryStore()) as client:
         session = client.session("s")

@@ -129,6 +129,14 @@ def test_an_answer_with_halves_of_characters_leaves_the_session_usable(server: F
         assert session.forecast().calls == 2
 
 
+@pytest.mark.parametrize("given", [{}, ["call"], "call", {"id": "c"}])
+def test_tool_calls_of_another_form_are_named(given: object) -> None:
+    """Otherwise every later call of the session would end in an AttributeError."""
+    message = {"role": "assistant", "tool_calls": given}
+    with pytest.raises(InvalidInputError, match="tool_calls: a list of calls is needed, each a dict, not "):
+        as_message(message)
+
+
 @pytest.mark.parametrize("message", [{"role": "user", "content": "x", "n": 10**5000}, {"role": "user", "\ud800": "x"}])
 def test_what_no_request_can_carry_is_refused(message: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=r"message"):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agentspec import AgentClient, Gap
 from agentspec.cache.store import MemoryStore, MessageRecord, NewEntry, encode
+from agentspec.client.history import outbox as outbox_module
 from agentspec.client.history.outbox import NAMESPACE, Outbox, read_session
 from agentspec.client.history.session_log import ClientView, Said
 from agentspec.errors import StoreError, StoreUnavailableError
@@ -344,3 +348,35 @@ def test_messages_are_stored_where_no_thread_can_be_started_any_more(monkeypatch
     outbox.put(ClientView("a"), [Said(0, {"role": "user", "content": "kept"})])
     outbox.close(60.0)
     assert len(read_session(store, "a").history) == 1
+
+
+def test_a_client_that_the_outboxs_own_thread_collects_is_closed(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any allocation there may start a collection, and a client whose owner forgot it may lie in a cycle."""
+    collect, url = threading.Event(), f"sqlite:///{tmp_path}/s.db"
+
+    def encode_and_collect(record: Any) -> bytes:
+        if collect.is_set() and threading.current_thread().name == "agentspec-outbox":
+            gc.collect()
+        return encode(record)
+
+    monkeypatch.setattr(outbox_module, "encode", encode_and_collect)
+    gc.disable()
+    try:
+        forgotten: Any = SimpleNamespace(client=AgentClient(base_url=server.url, model="m", store=url))
+        forgotten.itself = forgotten
+        session = forgotten.client.session("s")
+        session.load()
+        for number in range(5):
+            session.add({"role": "user", "content": str(number)})
+        del session
+        collect.set()
+        forgotten = None
+        wait_until(lambda: not any(thread.name.startswith("agentspec-") for thread in threading.enumerate()))
+    finally:
+        gc.enable()
+        gc.collect()
+    with AgentClient(base_url=server.url, model="m", store=url) as client:
+        assert [message["content"] for message in client.session("s").messages] == ["0", "1", "2", "3", "4"]
+    assert [file.name for file in tmp_path.iterdir()] == ["s.db"], "another client still had it open"

@@ -34,13 +34,35 @@ def open_file() -> str:
     raise FileNotFoundError(list_files())
 
 
+def list_folder() -> list[str]:
+    """List a folder with that file."""
+    return [list_files(), "b.txt"]
+
+
+class WordlessError(Exception):
+    """Have no text that could be told."""
+
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+def fail_without_words() -> str:
+    raise WordlessError
+
+
 class TestTools:
-    @pytest.mark.parametrize("tool", [list_files, open_file])
+    def test_an_error_without_a_text_is_told_by_its_name(self, run: Any, server: FakeServer) -> None:
+        server.answers = [calls(("fail_without_words", "{}")), {"content": "done"}]
+        result, messages = run("run_tools", "go", [fail_without_words])
+        assert (result.stopped, result.text) == ("done", "done")
+        assert messages[2]["content"] == "error: WordlessError: "
+
+    @pytest.mark.parametrize("tool", [list_files, open_file, list_folder])
     def test_what_no_request_can_carry_is_written_out(self, run: Any, server: FakeServer, tool: Any) -> None:
         server.answers = [calls((tool.__name__, "{}")), {"content": "done"}]
         result, messages = run("run_tools", "go", [tool])
         assert (result.stopped, result.text) == ("done", "done")
-        assert messages[2]["content"].endswith("caf\\udce9.txt")
+        assert "caf\\udce9.txt" in messages[2]["content"]
 
     def test_runs_calls_until_the_model_answers(self, run: Any, server: FakeServer) -> None:
         server.answers = [calls(("add", '{"a": 2, "b": 3}'), ("add", '{"a": 2}')), {"content": "5 and 3"}]

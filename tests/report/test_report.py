@@ -131,6 +131,15 @@ def test_the_servers_step_record_is_read_too(tmp_path: Path) -> None:
     assert "<details" not in page and "tokens a second" not in page, "it tells neither texts nor durations"
 
 
+def test_a_request_that_two_sessions_name_is_the_firsts(tmp_path: Path) -> None:
+    """An erasure blanks a session's name in its lines, of which later ones may come."""
+    line = {"session": "s", "request": "r1", "source": "session", "drafted": 4, "accepted": 3, "tokens": 4, "ns": 1}
+    run = read_run(write(tmp_path / "steps.jsonl", line, {**line, "session": None}, {**line, "session": "t"}))
+    (session,) = run.sessions
+    assert [(turn.tokens, turn.steps) for turn in session.turns] == [(12, 3)]
+    assert render(run)
+
+
 def test_a_table_shows_speeds_where_a_record_tells_them(record: Path) -> None:
     page = render(read_run(record))
     assert page.count('<th scope="col">tokens a second</th>') == 4  # the sessions compared, and a table for each

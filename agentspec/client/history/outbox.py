@@ -175,6 +175,10 @@ class Outbox:
         finally:
             self._calling.release()
 
+    def is_this_thread(self) -> bool:
+        """Return whether the thread that writes is the one that asks."""
+        return self._thread is threading.current_thread()
+
     def close(self, timeout: float) -> None:
         """Write the queue for at most ``timeout`` seconds, and stop. Messages that are left are lost, and logged."""
         with self._changed:

@@ -96,6 +96,9 @@ class StoreLog(SessionLog):
             ) from error
 
     def close(self) -> None:
+        if self._outbox.is_this_thread():  # it has collected a client that nobody closed, and is still to write
+            threading.Thread(target=self.close, name="agentspec-close").start()
+            return
         self._outbox.close(FLUSH_TIMEOUT_S)
         with self._lock:
             self._closed = True

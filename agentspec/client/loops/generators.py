@@ -315,6 +315,14 @@ def _score(found: Any) -> float | None:
     return score
 
 
+def _said(error: Exception) -> str:
+    """Return what an error says; nothing for one of a class whose text cannot be made."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def _call_tool(
     account: Account, box: ToolBox, runs: dict[int, ToolRun], index: int, call: ChatCompletionMessageToolCallUnion
 ) -> Steps[None]:
@@ -322,7 +330,7 @@ def _call_tool(
     try:
         answer = answer_text((yield Apply(box.prepare(call), seconds=account.seconds_left)))
     except Exception as error:  # the model hears of it, and may try again
-        answer = encodable(f"error: {type(error).__name__}: {error}")
+        answer = encodable(f"error: {type(error).__name__}: {_said(error)}")
         runs[index] = ToolRun(call.id, *named(call), answer=answer, error=error)
     else:
         runs[index] = ToolRun(call.id, *named(call), answer=answer)

@@ -90,7 +90,12 @@ def named(call: ChatCompletionMessageToolCallUnion) -> tuple[str, str]:
 
 def answer_text(value: object) -> str:
     """Return a tool's result as text: strings as they are, everything else as JSON."""
-    return encodable(value) if isinstance(value, str) else pydantic_core.to_json(value, fallback=str).decode()
+    if isinstance(value, str):
+        return encodable(value)
+    try:
+        return pydantic_core.to_json(value, fallback=str).decode()
+    except pydantic_core.PydanticSerializationError:  # half of a surrogate pair, as in a file's name
+        return encodable(json.dumps(pydantic_core.to_jsonable_python(value, fallback=str), ensure_ascii=False))
 
 
 def _parameters(name: str, tool: Tool) -> tuple[type[pydantic.BaseModel], dict[str, Any]]:

@@ -45,6 +45,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from agentspec.cache.store import forks
 from agentspec.cache.store.background.courtesy import Courtesy
 from agentspec.cache.store.base import (
     Entry,
@@ -94,8 +95,15 @@ class RedisStore:
         self, address: RedisAddress, *, prefix: str = "agentspec", shards: int = 1, converting: bool = False
     ) -> None:
         self.prefix = prefix
+        self._address = address
         self._layout = Layout(prefix, shards)
         self._converting = converting
+        self._begin()
+        forks.notify(self)
+
+    def _begin(self) -> None:
+        """Begin as a writer that the server does not know yet."""
+        address, prefix = self._address, self.prefix
         self._client = RedisClient(address)
         # not patient, because a follower must know soon that the server is away
         self._waiting = Waiting(RedisClient(address, patient=False), self._layout)
@@ -111,6 +119,13 @@ class RedisStore:
         self._not_entered = False  # whether the latest try failed, which is logged once
         self._shards_checked = False
         self._secret = RedisSecret(self._client, prefix)
+
+    def before_fork(self) -> None:
+        pass  # the forked process takes nothing over
+
+    def after_fork(self, *, in_child: bool) -> None:
+        if in_child:
+            self._begin()
 
     def part(self, namespace: str) -> str:
         return self._layout.part(self._client, namespace)

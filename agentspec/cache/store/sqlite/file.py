@@ -218,6 +218,14 @@ def let_go(descriptor: int) -> None:
             os.close(descriptor)
 
 
+def close_held() -> None:
+    """Close all descriptors of databases' files. For a forked process, whose stores have closed their connections."""
+    with OPENING:
+        for descriptor, _ in _held.values():
+            os.close(descriptor)
+        _held.clear()
+
+
 def prepare_file(path: Path) -> None:
     """Create the file and its folder, readable by the owner only, or check the header of an existing file.
 

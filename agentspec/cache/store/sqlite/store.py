@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from agentspec.cache.store import forks
 from agentspec.cache.store.background.courtesy import Courtesy
 from agentspec.cache.store.base import (
     SLICE_BYTES,
@@ -51,6 +52,7 @@ from agentspec.cache.store.sqlite.file import (
     FRONT,
     OPENING,
     PAGE_SIZE,
+    close_held,
     connect,
     create_schema,
     empty_log,
@@ -327,6 +329,16 @@ class SQLiteStore(_Database):
     held_bytes = 0
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        writer, reader, self._files = self._open()
+        super().__init__(str(path), writer, reader)
+        self._inherited = False  # from the process that this one was forked off, so that the file is to be opened anew
+        self._locked: list[threading.Lock | threading.RLock] = []  # during a fork
+        forks.notify(self)
+
+    def _open(self) -> tuple[sqlite3.Connection, sqlite3.Connection, FileWatch]:
+        """Return connections that write and read, and the watch of the file. Raises as the constructor does."""
+        path = self._path
         with OPENING, store_errors(str(path)):
             prepare_file(path)
             writer = connect(str(path))
@@ -334,13 +346,46 @@ class SQLiteStore(_Database):
                 create_schema(writer, path)
                 enter_wal(writer)
                 empty_log(writer)  # a process that was killed while it erased may have left text in it
-                super().__init__(str(path), writer, connect(str(path)))
-                self._files = FileWatch(path.absolute())
+                reader = connect(str(path))
+                try:
+                    return writer, reader, FileWatch(path.absolute())
+                except BaseException:
+                    reader.close()
+                    raise
             except BaseException:
                 writer.close()
                 raise
 
+    def before_fork(self) -> None:
+        locks = (self._write_lock, self._read_lock, OPENING)
+        self._locked = [lock for lock in locks if lock.acquire(timeout=BUSY_SECONDS)]
+
+    def after_fork(self, *, in_child: bool) -> None:
+        whole = len(self._locked) == 3
+        for lock in reversed(self._locked):
+            lock.release()
+        self._locked = []
+        if not in_child or self._writer is None or self._reader is None:
+            return
+        if whole:  # SQLite must forget that this process had locks
+            self._reader.close()
+            self._writer.close()
+            close_held()
+        else:  # another thread of the former process used them for long: they may be in any state
+            self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
+        self._writer = self._reader = None
+        self._inherited = whole
+
+    def _reopen(self) -> None:
+        """Open the file anew in a forked process. Raises as the constructor does."""
+        if self._inherited:
+            with self._write_lock, self._read_lock:
+                if self._inherited:
+                    self._writer, self._reader, self._files = self._open()
+                    self._inherited = False
+
     def close(self) -> None:
+        self._inherited = False
         if self._writer is None:
             return
         try:
@@ -367,6 +412,7 @@ class SQLiteStore(_Database):
 
     def _keep_shared_memory(self) -> None:
         """Restore the memory that the log's users share if it was cut short, before a connection looks at it."""
+        self._reopen()
         with store_errors(self._name):
             if self._writer is not None and self._files.is_shared_memory_cut():
                 with self._write_lock, self._read_lock:
