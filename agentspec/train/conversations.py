@@ -106,13 +106,13 @@ def from_store(store: Store, namespace: str, newest: int | None) -> list[Convers
     log. newest: number of newest records to read; None: all.
     """
     joiner, contexts = Joiner(), dict[str, SessionContexts]()
-    for number, (entry, record) in enumerate(RecordReader().read(store.read(namespace, newest=newest))):
+    for entry, record in RecordReader().read(store.read(namespace, newest=newest)):
         if not isinstance(record, TurnRecord):
             continue
         if entry.session:
             name, context = entry.session, contexts.setdefault(entry.session, SessionContexts())
         else:  # the turn has no session, so it is a conversation of its own
-            name, context = f"(none) {number}", SessionContexts()
+            name, context = f"(none) {entry.sequence}", SessionContexts()
         prompt = context.add(record)
         if prompt is not None and record.scope != "session":
             joiner.add(name, prompt, record.response)

@@ -43,6 +43,16 @@ class Corpus:
     train: list[Conversation]
     held_out: list[Conversation]
 
+    def digest(self) -> str:
+        """Return a digest of all conversations."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.held_out):
+            for conversation in part:
+                digest.update(repr((conversation.session, conversation.responses)).encode())
+                digest.update(conversation.tokens.tobytes())
+            digest.update(b"end")
+        return digest.hexdigest()
+
 
 def source_sizes(config: TrainingConfig) -> list[int]:
     """Return the size of each of the sources' files, in bytes. Raises InvalidInputError for an unreadable file."""

@@ -29,9 +29,9 @@ def answer_prompts(source: PromptsSource, model: Model, out: Path, progress: Cal
     """Write an answer to every prompt into ``out``, in the format of ``agentspec simulate``.
 
     Prompts that ``out`` has answers to are skipped, so a run that was cut off goes on; vLLM is started only if answers
-    are missing. Sampled answers depend on the seed in ``engine`` (default 0), not on the training's seed,
-    because trainings with other seeds share them. ``progress`` gets the number of answers done and of all. Raises
-    InvalidInputError that names file and line of a prompt that cannot be used, before any is answered, and
+    are missing. Sampled answers depend on the seed in ``engine`` (default 0) and on where a run was cut off, not on the
+    training's seed, because trainings with other seeds share them. ``progress`` gets the number of answers done and of
+    all. Raises InvalidInputError that names file and line of a prompt that cannot be used, before any is answered, and
     ConfigurationError if vLLM cannot be imported or refuses ``engine``.
     """
     prompts = list(_read(source.path))
@@ -41,7 +41,7 @@ def answer_prompts(source: PromptsSource, model: Model, out: Path, progress: Cal
     progress(done, len(prompts))
     if done >= len(prompts):
         return
-    engine = _engine(source, model)
+    engine = _engine(source, model, done)
     try:
         asked = [_tokens(engine, source.path, prompt) for prompt in prompts]
         for at in range(done, len(prompts), _TOGETHER):
@@ -105,10 +105,12 @@ def _answered(out: Path) -> int:
     return content.count(b"\n")
 
 
-def _engine(source: PromptsSource, model: Model) -> OfflineEngine:
+def _engine(source: PromptsSource, model: Model, done: int) -> OfflineEngine:
+    """Start the engine. done: answers of earlier runs, whose random numbers it does not draw again."""
     try:
-        return OfflineEngine.start(model.name_or_path, **{"dtype": model.dtype, "seed": 0, **source.engine})
-    except ConfigurationError as error:
+        seed = int(source.engine.get("seed") or 0) + done
+        return OfflineEngine.start(model.name_or_path, **{"dtype": model.dtype, **source.engine, "seed": seed})
+    except (ConfigurationError, TypeError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"data.sources: type prompts needs vLLM: {error}") from error
 
 

@@ -115,6 +115,8 @@ class Target:
             states = self._model.base_model(input_ids=probe, use_cache=False).last_hidden_state
             if module is None or states.shape[-1] != module.weight.shape[1]:
                 return None
+            if getattr(module, "bias", None) is not None:
+                return None
             logits = self._model(input_ids=probe, use_cache=False).logits.float()
             plain = (states @ module.weight.T).float()
         alike = torch.allclose(logits, plain, rtol=0.02, atol=0.02 * float(logits.abs().max()))

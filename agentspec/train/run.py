@@ -21,7 +21,7 @@ from torch import Tensor
 from agentspec.errors import ConfigurationError
 from agentspec.files import locked, replacing
 from agentspec.server_ext.speculator import save_speculator
-from agentspec.server_ext.speculator.checkpoint import read_config
+from agentspec.server_ext.speculator.checkpoint import other_weights, read_config
 from agentspec.server_ext.speculator.config import MODEL_TYPE
 from agentspec.train.config import PromptsSource, TrainingConfig
 from agentspec.train.conversations import Conversation
@@ -50,6 +50,8 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
             raise ConfigurationError(
                 f"checkpoint.output_dir: {out} holds another model, as its config.json says; name another"
             )
+        if (weights := other_weights(out)) is not None:
+            raise ConfigurationError(f"checkpoint.output_dir: {out} holds {weights.name} already; name another folder")
         return _train(config, out, console)
 
 
@@ -70,7 +72,7 @@ def _train(config: TrainingConfig, out: Path, console: Console) -> dict[str, Any
             HiddenStates(corpus.held_out, run.folder / "held-out") as held_out,
         ):
             shape = speculator_config(config.model, run.target)
-            trainer = Trainer(config, shape, data, head, run.device, run.folder.name, run.sizes)
+            trainer = Trainer(config, shape, data, head, run.device, f"{run.folder.name} {corpus.digest()}", run.sizes)
             before, after = run.train(trainer, held_out)
     report = {
         "target": config.model.name_or_path,
@@ -81,7 +83,7 @@ def _train(config: TrainingConfig, out: Path, console: Console) -> dict[str, Any
     }
     with writable(out / "pytorch_model.bin"):
         save_speculator(trainer.speculator.to(run.target.dtype), out)
-    with replacing(out / REPORT) as part:
+    with replacing(out / REPORT, sync=True) as part:
         part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     trainer.forget()
     return report

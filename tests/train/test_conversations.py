@@ -106,8 +106,19 @@ def test_the_store_gives_back_what_was_served(tmp_path: Path) -> None:
         ("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], ((3, 5), (6, 9))),
         ("a", [1, 2, 1, 1, 2, 2], ((4, 6),)),
         ("b", [7, 7, 8, 8, 8], ((2, 5),)),
-        ("(none) 3", [5, 6, 7], ((1, 3),)),
+        ("(none) 00000000000000000004", [5, 6, 7], ((1, 3),)),
     ]
+
+
+def test_a_turn_without_a_session_has_one_name_however_much_is_read(tmp_path: Path) -> None:
+    """Otherwise a training that holds out the newest turns of a store would train on them, too."""
+    log = Log(tmp_path / "log.db")
+    for number in range(5):
+        log.say(ids(number), 0, ids(6, 7), session=None)
+    whole = {conversation.session: conversation.tokens[0] for conversation in log.read()}
+    assert len(whole) == 5
+    newest = from_store(SQLiteStore(log.path), LOGS.of("acme"), 2)
+    assert {conversation.session: conversation.tokens[0] for conversation in newest} == dict(list(whole.items())[3:])
 
 
 @pytest.mark.parametrize("named", [None, "acme"])

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +200,11 @@ def test_a_checkpoint_of_other_settings_is_refused(settings: dict[str, Any], mon
         patch.setattr(trainer.Trainer, "save", interrupt)
         with pytest.raises(KeyboardInterrupt):
             train(TrainingConfig.model_validate(settings), QUIET)
+    gather = run.gather
+    with monkeypatch.context() as patch:  # as from a store that has grown, for another cache folder
+        patch.setattr(run, "gather", lambda *given: replace(found := gather(*given), train=found.train[:-1]))
+        with pytest.raises(ConfigurationError, match=r"checkpoint\.output_dir: .* other settings or data"):
+            train(TrainingConfig.model_validate(settings), QUIET)
     settings["optimizer"] = {"lr": 1e-4}
     with pytest.raises(ConfigurationError, match=r"checkpoint\.output_dir: .* other settings"):
         train(TrainingConfig.model_validate(settings), QUIET)
@@ -261,7 +267,7 @@ def test_trainings_with_other_seeds_have_the_same_answers(
 ) -> None:
     """They share a cache, so its answers must not depend on which seed came first."""
 
-    def engine(source: PromptsSource, _model: Any) -> Any:
+    def engine(source: PromptsSource, _model: Any, _done: int) -> Any:
         output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[source.engine.get("seed", 0), 2])])
         llm = SimpleNamespace(generate=lambda *_, **__: [output])
         return SimpleNamespace(llm=llm, tokenise=lambda *_: [1], close=lambda: None)

@@ -20,7 +20,8 @@ from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig
 
 from agentspec.cache.store import open_store
-from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
+from agentspec.errors import ConfigurationError, InvalidInputError, SpeculatorError, StoreUnavailableError
+from agentspec.server_ext.speculator import save_speculator
 from agentspec.testing.server import free_port
 from agentspec.train import corpus, trainer
 from agentspec.train.config import TrainingConfig
@@ -216,6 +217,20 @@ def test_another_model_is_not_written_over(settings: dict[str, Any], tmp_path: P
     with pytest.raises(ConfigurationError, match=r"checkpoint\.output_dir: .* holds another model"):
         train(TrainingConfig.model_validate(settings), QUIET)
     assert (copied / "config.json").read_bytes() == before
+
+
+def test_weights_that_would_be_read_in_place_of_the_trained_ones_are_named_at_once(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Published speculators are in safetensors, which come before the file that a training writes."""
+    out = tmp_path / "published"
+    out.mkdir()
+    (out / "model.safetensors").write_text("")
+    settings["checkpoint"]["output_dir"] = str(out)
+    with pytest.raises(ConfigurationError, match=r"checkpoint\.output_dir: .* holds model\.safetensors already"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    with pytest.raises(SpeculatorError, match=r"holds model\.safetensors, which would be read in its place"):
+        save_speculator(Any, out)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("damaged", ["train.safetensors", "train/hidden-00000", "head.safetensors", "training.pt"])

@@ -81,8 +81,11 @@ def save_speculator(speculator: Speculator, folder: str | Path) -> None:
 
     Tied weights are stored once under all their names. A reduced head is stored with its ``draft_vocabulary``
     (int64 [V']), which only ``load_speculator`` reads. Existing files are replaced once the new ones are complete.
+    Raises SpeculatorError for a folder with weights that would be read in place of these.
     """
     folder = Path(folder)
+    if (weights := other_weights(folder)) is not None:
+        raise SpeculatorError(f"{folder}: holds {weights.name}, which would be read in its place; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     own = {name: value.detach().cpu() for name, value in speculator.state_dict().items()}
     tensors: dict[str, Tensor] = {}
@@ -93,10 +96,15 @@ def save_speculator(speculator: Speculator, folder: str | Path) -> None:
         tensors[DRAFT_VOCABULARY] = own[DRAFT_VOCABULARY]
     dtype = str(own["heads.0.weight"].dtype).removeprefix("torch.")
     values = json.dumps({**speculator.config.to_json(), "torch_dtype": dtype}, indent=2)
-    with replacing(folder / "pytorch_model.bin") as file:
+    with replacing(folder / "pytorch_model.bin", sync=True) as file:
         torch.save(tensors, file)
-    with replacing(folder / "config.json") as file:
+    with replacing(folder / "config.json", sync=True) as file:
         file.write_text(values + "\n", encoding="utf-8")
+
+
+def other_weights(folder: Path) -> Path | None:
+    """Return a file in a folder that is read in place of the one that ``save_speculator`` writes; None without one."""
+    return next(folder.glob("*.safetensors"), None)
 
 
 def find_folder(path_or_id: str | Path) -> Path:
