@@ -200,7 +200,6 @@ def test_a_checkpoint_of_other_settings_is_refused(settings: dict[str, Any], mon
         patch.setattr(trainer.Trainer, "save", interrupt)
         with pytest.raises(KeyboardInterrupt):
             train(TrainingConfig.model_validate(settings), QUIET)
-    gather = run.gather
     with monkeypatch.context() as patch:  # as from a store that has grown, for another cache folder
         patch.setattr(run, "gather", lambda *given: replace(found := gather(*given), train=found.train[:-1]))
         with pytest.raises(ConfigurationError, match=r"checkpoint\.output_dir: .* other settings or data"):
