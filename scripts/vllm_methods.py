@@ -35,6 +35,7 @@ READ = (
     "vllm.engine.arg_utils:EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
     "vllm.engine.arg_utils:EngineArgs.get_batch_defaults",
     "vllm.exceptions:VLLMClientError",
+    "vllm.tokenizers.hf:ThreadSafeHFTokenizerMixin",
     "vllm.utils.import_utils:has_arctic_inference",
     "vllm.v1.attention.backend:AttentionCGSupport",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
