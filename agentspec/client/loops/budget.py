@@ -37,7 +37,8 @@ class Budget:
         failed call only as often as surely fits, if each pause is the longest and each try takes the whole timeout. A
         shorter `timeout` leaves more retries. In asyncio a call, tool or critic that runs into the limit is cancelled.
         A synchronous loop interrupts no tool and no critic. It ends a call only if the server sends nothing for as long
-        as was left when the call began, so an answer that comes in small pieces can take longer.
+        as was left when the call began, so an answer that comes in small pieces can take longer, and so can a retry
+        before which the server asks for a pause (Retry-After, up to two minutes).
     """
 
     requests: int | None = None
