@@ -371,9 +371,10 @@ def test_a_client_that_the_outboxs_own_thread_collects_is_closed(
         for number in range(5):
             session.add({"role": "user", "content": str(number)})
         del session
+        thread = forgotten.client._log._outbox._thread
         collect.set()
         forgotten = None
-        wait_until(lambda: not any(thread.name.startswith("agentspec-") for thread in threading.enumerate()))
+        wait_until(lambda: not thread.is_alive() and [file.name for file in tmp_path.iterdir()] == ["s.db"])
     finally:
         gc.enable()
         gc.collect()
