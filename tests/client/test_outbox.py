@@ -354,10 +354,11 @@ def test_a_client_that_the_outboxs_own_thread_collects_is_closed(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any allocation there may start a collection, and a client whose owner forgot it may lie in a cycle."""
-    collect, url = threading.Event(), f"sqlite:///{tmp_path}/s.db"
+    dropped, url = threading.Event(), f"sqlite:///{tmp_path}/s.db"
 
     def encode_and_collect(record: Any) -> bytes:
-        if collect.is_set() and threading.current_thread().name == "agentspec-outbox":
+        if threading.current_thread().name == "agentspec-outbox":
+            dropped.wait(60)
             gc.collect()
         return encode(record)
 
@@ -372,8 +373,8 @@ def test_a_client_that_the_outboxs_own_thread_collects_is_closed(
             session.add({"role": "user", "content": str(number)})
         del session
         thread = forgotten.client._log._outbox._thread
-        collect.set()
         forgotten = None
+        dropped.set()
         wait_until(lambda: not thread.is_alive() and [file.name for file in tmp_path.iterdir()] == ["s.db"])
     finally:
         gc.enable()
