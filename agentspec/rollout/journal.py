@@ -180,8 +180,9 @@ class Journal:
 
     def samples(self, epoch: int | None = None) -> Iterator[Sample]:
         """Yield the samples in the order in which they were written. epoch: only those of this epoch."""
-        begin = 0 if epoch is None else self._begins.get(epoch, 0)
-        return (sample for _, sample in self._read(begin) if epoch is None or sample.epoch == epoch)
+        for _, sample in self._read(0 if epoch is None else self._begins.get(epoch, 0)):
+            if epoch is None or sample.epoch == epoch:
+                yield sample
 
     def close(self) -> None:
         """Close the file."""
@@ -246,6 +247,7 @@ class Journal:
     def _read(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Sample]]:
         """Yield the samples between two bytes of the file, each with its first byte. end: None: to the file's end."""
         file = os.dup(self._file) if self._file >= 0 else os.open(self.path, os.O_RDONLY)
+        first = begin
         with io.BufferedReader(_Lines(file, begin)) as lines:
             for number, line in enumerate(lines, 1):
                 if end is not None and begin + len(line) > end:
@@ -253,8 +255,9 @@ class Journal:
                 try:
                     yield begin, parse_sample(line)
                 except (ValueError, TypeError, RecursionError) as error:
+                    place = f"byte {begin}" if first else f"line {number}"
                     raise InvalidInputError(
-                        f"{self.path}, line {number}: not a sample of a rollout ({error}); write to another file"
+                        f"{self.path}, {place}: not a sample of a rollout ({error}); write to another file"
                     ) from None
                 begin += len(line)
 

@@ -170,7 +170,7 @@ class RayEngine:
         environment = _handed_on(os.environ)
         actor = ray.remote(RayWorker).options(num_cpus=1, num_gpus=gpus)
 
-        seed = int(options.get("seed", secrets.randbits(31)))
+        seed = secrets.randbits(31) if options.get("seed") is None else int(options["seed"])
 
         def make(made: int, weights: Weights | None) -> Any:
             # Engines with one seed would draw the same samples, and a worker that replaces a dead one would repeat its.

@@ -219,8 +219,10 @@ void Cache::remove_session(const std::string& session, const std::string& tenant
     ++entries_.erasures;  // a snapshot under way may have copied some of it since the last slice
     const Stopwatch stopwatch;
     do {
-      if (!erasure) erasure = group->corpus.erasure_of(key);
-      if (erase_some(*group, *erasure)) continue;
+      if (!group->gone) {
+        if (!erasure) erasure = group->corpus.erasure_of(key);
+        if (erase_some(*group, *erasure)) continue;
+      }
       if (group->tenant) last = group->key;
       group = entries_.group_behind(tenant, last);
       erasure.reset();
@@ -239,7 +241,6 @@ void Cache::forget_drafts(const std::string& tenant) {
 
 // Erases some of a session's responses. Returns whether there may be more in this group.
 bool Cache::erase_some(Group& group, Corpus::Erasure& erasure) {
-  if (group.gone) return false;
   const bool more = group.corpus.drop_some(erasure);
   if (!group.corpus.erasing()) return more;
   group.corpus.sweep(kSweepPerSlice);

@@ -247,6 +247,7 @@ std::shared_ptr<Learned> CacheEntries::learned_of(CacheEntry& entry) {
 }
 
 void CacheEntries::count(CacheEntry& entry) {
+  if (entry.gone) return;  // it has no part in the sums
   const Weight weight = weight_of(entry);
   const Size before = std::exchange(entry.counted, entry.size());
   Tenant& tenant = entry.tenant ? *entry.tenant : static_cast<Tenant&>(entry);

@@ -4,7 +4,7 @@
 #include <unistd.h>
 #endif
 
-#include <new>
+#include <exception>
 #include <thread>
 
 #include "cache/cache.hpp"
@@ -80,7 +80,7 @@ void Cache::index_until_closed() {
     wanted_ = false;
     try {
       while (!closed_ && index_some()) std::this_thread::sleep_for(kBetweenSlices);
-    } catch (const std::bad_alloc&) {  // the cache is empty now, and the thread goes on
+    } catch (const std::exception&) {  // the cache is empty now, and the thread goes on
     }
     if (!closed_) wanted_.wait(false);
   }

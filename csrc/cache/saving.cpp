@@ -164,7 +164,12 @@ bool Cache::save(const std::string& path, const std::string& identity, const std
     Thawing thawing{*this, nullptr};
     {
       const Change change(*this);
-      more = entries_.save_some(writer, next, thawing.entry);
+      try {
+        more = entries_.save_some(writer, next, thawing.entry);
+      } catch (...) {
+        refused_ = !thawing.entry;  // gathering changes nothing, freezing an entry does
+        throw;
+      }
     }
     const bool whole = writer.flush([&](const auto& copy) {
       std::this_thread::sleep_for(kBetweenSlices);

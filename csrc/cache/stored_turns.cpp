@@ -119,6 +119,7 @@ std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
     std::shared_ptr<const SuffixIndex> former;  // outlives the lock: freeing it waits for Python's
     {
       const Change change(*this);
+      if (request.tenant->gone) return 0;  // the cache has started over meanwhile
       former = std::exchange(known, public_);
       if (former != public_) request.forget_public();
       for (std::size_t i = 0; i < kLearnedPerSlice && !left.empty(); ++i) {

@@ -109,6 +109,7 @@ void SuffixDrafter::merge_draft(DraftRequest request, const ExternalDraft& exter
   draft.taken.resize(present.best_length);
   if (draft.taken.empty()) draft.match_length = 0;
   if (external.size() == 0) return;
+  merged_.clear();  // an exception may have left something
   merged_.open = true;
   DraftValue offered{kCaution * cost, present.best};
   const auto before = request.state.versions;

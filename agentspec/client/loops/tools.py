@@ -95,7 +95,8 @@ def answer_text(value: object) -> str:
     try:
         return pydantic_core.to_json(value, fallback=str).decode()
     except pydantic_core.PydanticSerializationError:  # half of a surrogate pair, as in a file's name
-        return encodable(json.dumps(pydantic_core.to_jsonable_python(value, fallback=str), ensure_ascii=False))
+        plain = pydantic_core.to_jsonable_python(value, fallback=str, inf_nan_mode="null")
+        return encodable(json.dumps(plain, ensure_ascii=False))
 
 
 def _parameters(name: str, tool: Tool) -> tuple[type[pydantic.BaseModel], dict[str, Any]]:

@@ -116,7 +116,8 @@ class OfflineEngine:
         except ImportError as error:
             raise without_vllm(error) from error
         try:
-            engine = cls(LLM(model, **{"seed": secrets.randbits(31), **options}))
+            seed = secrets.randbits(31) if options.get("seed") is None else options["seed"]
+            engine = cls(LLM(model, **{**options, "seed": seed}))
         except AgentSpecError:
             raise
         except refusals(OSError, TypeError, RuntimeError) as error:

@@ -154,6 +154,11 @@ class RedisClient:
             client = client.get_redis_connection(random.choice(client.get_primaries()))
         return client.pubsub()
 
+    @property
+    def closed(self) -> bool:
+        """Return whether `close` was called."""
+        return self._closed
+
     def close(self) -> None:
         """Close the connections. Later calls raise StoreError."""
         self._closed = True

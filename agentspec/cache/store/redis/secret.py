@@ -21,6 +21,10 @@ class RedisSecret:
         self._kept: bytes | None = None  # the store's secret, if this process uses it
         self._id: str | None = None  # of the secret that this process uses
 
+    def inherit(self, other: "RedisSecret") -> None:
+        """Restore the secret and the id that another object of this process restores."""
+        self._kept, self._id = other._kept, other._id
+
     def get(self) -> bytes:
         """Return the store's secret. A store without one gets a new one."""
         return self._get_or(secrets.token_bytes(32))

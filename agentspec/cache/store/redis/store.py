@@ -124,8 +124,11 @@ class RedisStore:
         pass  # the forked process takes nothing over
 
     def after_fork(self, *, in_child: bool) -> None:
-        if in_child:
+        if in_child and not self._client.closed:
+            expiry_ms, secret = self._trimming.expiry_ms, self._secret
             self._begin()
+            self._trimming.expiry_ms = expiry_ms
+            self._secret.inherit(secret)
 
     def part(self, namespace: str) -> str:
         return self._layout.part(self._client, namespace)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from agentspec.cache.store import forks
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 from agentspec.files import open_files_remedy, size_limit, size_remedy
 
@@ -189,6 +190,7 @@ OPENING = threading.RLock()
 A process that closes any descriptor of a file drops all locks that it has on the file, also those of SQLite
 (https://sqlite.org/howtocorrupt.html). The next process to end would take itself for the last user, and remove the log.
 """
+forks.hold(OPENING)
 _held: dict[FileId, list[int]] = {}  # by file: its descriptor, and how many users that has
 
 

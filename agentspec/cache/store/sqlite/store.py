@@ -68,6 +68,7 @@ from agentspec.errors import StoreError, StoreUnavailableError
 _ROWS = 64  # entries that a read fetches at once
 _FREE_PAGES = 256  # left in the file for the next records
 _POLL_SECONDS = 0.01  # between two looks for new entries
+_unusable: list[sqlite3.Connection] = []  # of a process that this one was forked off
 
 
 class _Database:
@@ -333,7 +334,7 @@ class SQLiteStore(_Database):
         writer, reader, self._files = self._open()
         super().__init__(str(path), writer, reader)
         self._inherited = False  # from the process that this one was forked off, so that the file is to be opened anew
-        self._locked: list[threading.Lock | threading.RLock] = []  # during a fork
+        self._locked: list[threading.Lock] = []  # during a fork
         forks.notify(self)
 
     def _open(self) -> tuple[sqlite3.Connection, sqlite3.Connection, FileWatch]:
@@ -357,11 +358,12 @@ class SQLiteStore(_Database):
                 raise
 
     def before_fork(self) -> None:
-        locks = (self._write_lock, self._read_lock, OPENING)
-        self._locked = [lock for lock in locks if lock.acquire(timeout=BUSY_SECONDS)]
+        for lock in (self._write_lock, self._read_lock):
+            if lock.acquire(timeout=BUSY_SECONDS):
+                self._locked.append(lock)
 
     def after_fork(self, *, in_child: bool) -> None:
-        whole = len(self._locked) == 3
+        whole = len(self._locked) == 2
         for lock in reversed(self._locked):
             lock.release()
         self._locked = []
@@ -371,7 +373,8 @@ class SQLiteStore(_Database):
             self._reader.close()
             self._writer.close()
             close_held()
-        else:  # another thread of the former process used them for long: they may be in any state
+        else:  # another thread of the former process used them for long, so closing them could wait for it
+            _unusable.extend((self._reader, self._writer))
             self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
         self._writer = self._reader = None
         self._inherited = whole
@@ -385,7 +388,8 @@ class SQLiteStore(_Database):
                     self._inherited = False
 
     def close(self) -> None:
-        self._inherited = False
+        with self._write_lock, self._read_lock:
+            self._inherited = False
         if self._writer is None:
             return
         try:

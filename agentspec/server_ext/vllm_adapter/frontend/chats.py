@@ -36,7 +36,7 @@ class ServedTokenizer:
             if tokens:
                 time.sleep(_PAUSE)
             with self._lock:
-                tokens += self._tokenizer.encode(piece, add_special_tokens=add_special_tokens)
+                tokens += self._tokenizer.encode(piece, add_special_tokens=add_special_tokens and not tokens)
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -81,7 +81,7 @@ def tokens_a_request(engine_args: Any, model_config: Any, parallel_config: Any) 
     for usage in engine_args.get_batch_defaults(workers)[0]:
         chosen = copy(engine_args)
         chosen._set_default_max_num_seqs_and_batched_tokens_args(usage, model_config, parallel_config)
-        each.append(chosen.max_num_batched_tokens // chosen.max_num_seqs)
+        each.append(chosen.max_num_batched_tokens // max(chosen.max_num_seqs, 1))
     return int(min(each))
 
 
