@@ -144,7 +144,7 @@ void Cache::release(std::size_t slot) {
   const auto ended = std::move(requests_[slot]);
   entries_.count_unevictable(ended->counted, {});
   ended->leave();
-  if (ended->group && !ended->group->gone) entries_.count(*ended->group);
+  if (ended->group) entries_.count(*ended->group);
   let_go_of_entries(*ended);
   entries_.dispose_later(std::move(ended->index));
 }

@@ -118,7 +118,7 @@ class CacheEntries {
   std::shared_ptr<Learned> learned_of(CacheEntry& entry);
 
   void touch(CacheEntry& entry);
-  void count(CacheEntry& entry);  // updates the sums to its present size
+  void count(CacheEntry& entry);  // updates the sums to its present size, unless it is gone
   void advance(CacheEntry& entry, WorkBudget& budget);
   // Returns the time by the window's clock.
   std::uint64_t now(const Tenant& tenant) const {

@@ -79,7 +79,7 @@ bool CacheEntries::save_some(SnapshotWriter& writer, Cursor& next, std::shared_p
 
 void CacheEntries::thaw(CacheEntry& entry) {
   entry.freeze(false);
-  if (!entry.gone) count(entry);
+  count(entry);
 }
 
 // Makes the next entry of a snapshot, still empty. Returns null behind the last one.
