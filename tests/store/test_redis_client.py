@@ -1,15 +1,19 @@
 """Test connections to a Redis server: closed ones, refused ones, and the password, which no error shows."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import cast
 from unittest.mock import Mock
 
 import pytest
 import redis
 
-from agentspec.cache.store import RedisStore, open_store
-from agentspec.cache.store.redis.client import RedisAddress, RedisClient
-from agentspec.errors import ConfigurationError, StoreError
+from agentspec.cache.store import NewEntry, RedisStore, open_store
+from agentspec.cache.store.redis import scripts
+from agentspec.cache.store.redis.client import LARGE, RedisAddress, RedisClient
+from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
 
 from .test_redis_store import PASSWORD, raw, server, store
@@ -23,7 +27,7 @@ def test_a_client_that_is_closed_while_it_connects_keeps_no_connection(monkeypat
     """The client asks a Cluster for its nodes before there is a connection to close."""
     connects, closed, connection = threading.Event(), threading.Event(), Mock()
 
-    def connect(client: RedisClient) -> Mock:
+    def connect(client: RedisClient, timeout: float) -> Mock:
         connects.set()
         closed.wait(60)
         return connection
@@ -38,6 +42,31 @@ def test_a_client_that_is_closed_while_it_connects_keeps_no_connection(monkeypat
         with pytest.raises(StoreError, match="the store is closed"):
             asked.result()
     connection.close.assert_called_once()
+
+
+def test_a_large_command_is_given_more_time_than_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow network or server needs more than the usual timeout for a turn with images in it, each time it is asked."""
+    monkeypatch.setattr("agentspec.cache.store.redis.client.SOCKET_TIMEOUT", 0.5)
+    payload = b"x" * (LARGE + 1)
+    with RedisServer() as server, closing(open_store(server.url)) as store:
+        assert isinstance(store, RedisStore)
+        store.append("log", [NewEntry("small", b"1")])
+
+        def while_it_is_slow(call: Callable[[], object]) -> object:
+            server.freeze()
+            timer = threading.Timer(2.0, server.thaw)
+            timer.start()
+            try:
+                return call()
+            finally:
+                timer.join()
+
+        with pytest.raises(StoreUnavailableError, match="Timeout"):
+            while_it_is_slow(lambda: store.append("log", [NewEntry("small", b"2")]))
+        while_it_is_slow(lambda: store.append("log", [NewEntry("large", payload)]))
+        key = "{agentspec:log}:3:s:large"
+        found = while_it_is_slow(lambda: store._client.run(scripts.RANGE, [key], ["0-0", 1], size=len(payload)))
+        assert [element.partition(b" ")[2] for element in cast(list[bytes], found)] == [payload]
 
 
 @pytest.mark.parametrize("credentials", ["", ":wrong-secret@", "nobody:wrong-secret@"])

@@ -35,7 +35,12 @@ from agentspec.cache.store.redis.tls import explain_tls, scheme_remedy
 from agentspec.errors import StoreError, StoreUnavailableError
 
 SOCKET_TIMEOUT = 0.25
-"""Timeout of connecting and of reading, in seconds."""
+"""Timeout of connecting, and of a command that is not large, in seconds."""
+
+LARGE = 1 << 20
+"""Bytes above which a command is large: what it sends, or what the server goes through for its answer."""
+
+_LARGE_TIMEOUT = 15.0  # of a large command, in seconds: 128 MiB on a slow network or server
 
 # errors that pass by themselves, or that the operator can repair without changing the URL; scripts raise the last one
 # while the cluster moves their keys
@@ -96,6 +101,7 @@ class RedisClient:
         self._address = address
         self._patient = patient
         self._redis: Any = None
+        self._redis_for_large: Any = None  # the same with _LARGE_TIMEOUT; connected when it is first needed
         self._lock = threading.Lock()  # held while connecting
         self._closed = False
 
@@ -113,10 +119,10 @@ class RedisClient:
             answers: list[Any] = pipeline.execute()
             return answers
 
-    def run(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> Any:
-        """Run a Lua script. All keys must lie on one node."""
+    def run(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int], *, size: int = 0) -> Any:
+        """Run a Lua script. All keys must lie on one node. size: bytes that decide whether it is LARGE."""
         with self.errors(script, keys):
-            client = self._connected()
+            client = self._connected(large=size > LARGE)
             try:
                 return client.evalsha(hashlib.sha1(script.encode()).hexdigest(), len(keys), *keys, *arguments)
             except NoScriptError:  # the server is new, or was restarted or failed over
@@ -162,8 +168,9 @@ class RedisClient:
     def close(self) -> None:
         """Close the connections. Later calls raise StoreError."""
         self._closed = True
-        if self._redis is not None:
-            self._redis.close()
+        for client in (self._redis, self._redis_for_large):
+            if client is not None:
+                client.close()
 
     @contextmanager
     def errors(self, script: str = "", keys: Sequence[str] = ()) -> Iterator[None]:
@@ -204,24 +211,26 @@ class RedisClient:
                 remedy += "; it is a single server: begin the store URL with redis:// or rediss://"
             raise StoreUnavailableError(f"{why}{remedy}") from None
 
-    def _connected(self) -> Any:
-        if self._redis is None:
+    def _connected(self, *, large: bool = False) -> Any:
+        if (self._redis_for_large if large else self._redis) is None:
             with self._lock:
-                if self._redis is None:
-                    self._redis = self._connect()
+                if large and self._redis_for_large is None:
+                    self._redis_for_large = self._connect(_LARGE_TIMEOUT)
+                elif not large and self._redis is None:
+                    self._redis = self._connect(SOCKET_TIMEOUT)
         if self._closed:  # closed while it connected, when `close` saw no connection yet
-            self._redis.close()
+            self.close()
             self._refuse_if_closed()
-        return self._redis
+        return self._redis_for_large if large else self._redis
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise StoreError(f"{self.shown}: the store is closed")
 
-    def _connect(self) -> Any:
+    def _connect(self, timeout: float) -> Any:
         at = self._address
         options: dict[str, Any] = {
-            "socket_timeout": SOCKET_TIMEOUT,
+            "socket_timeout": timeout,
             "socket_connect_timeout": SOCKET_TIMEOUT,
             "protocol": 2,
         }
@@ -238,7 +247,11 @@ class RedisClient:
             nodes = [ClusterNode(host, port) for host, port in at.nodes]  # type: ignore[no-untyped-call]
             return RedisCluster(startup_nodes=nodes, retry=retry, **options, **user)
         if at.form == "sentinel":
-            asking = {"username": at.sentinel_username, "password": at.sentinel_password}  # `user` is for the server
+            asking = {  # `user` is for the server
+                "username": at.sentinel_username,
+                "password": at.sentinel_password,
+                "socket_timeout": SOCKET_TIMEOUT,
+            }
             sentinel: Any = Sentinel(  # type: ignore[no-untyped-call]
                 at.nodes, sentinel_kwargs={**options, **asking, "retry": Retry(NoBackoff(), 0)}
             )

@@ -93,7 +93,8 @@ class RedisShard:
         arguments += [self._channel, expected or "", newest]
         for session, payload, group, _ in entries:
             arguments += (session, payload, 0 if group is None else 1, group or "")
-        first, before, born, state = self._run(scripts.APPEND, arguments)
+        size = sum(len(entry.payload) for entry in entries)
+        first, before, born, state = self._run(scripts.APPEND, arguments, size)
         return Appended(parsed(first), int(before or 0), born, _state(state)) if first else None
 
     def has(self, number: Id) -> bool:
@@ -159,7 +160,8 @@ class RedisShard:
             if tombstone is not None and parsed(tombstone) >= marks[session]:
                 continue
             if usage is not None:
-                first = self._client.run(scripts.BOUNDS, [f"{self.tag}s:{session}"], [wire(START), -1])
+                key, size = f"{self.tag}s:{session}", int(usage.split()[1])
+                first = self._client.run(scripts.BOUNDS, [key], [wire(START), -1], size=size)
                 if first and parsed(first[0]) < marks[session]:
                     undone.append(session)
             elif begin is not None and begin < marks[session]:
@@ -185,12 +187,12 @@ class RedisShard:
 
     def session(self, session: str, low: Id, newest: int | None) -> Iterator[tuple[Id, Entry]]:
         """Yield a session's entries behind ``low``, up to the present end. newest: how many, the last ones."""
-        rows_at_once, held = _ROWS, self._client.command("HGET", f"{self.tag}sessions", session)
+        rows_at_once, size, held = _ROWS, 0, self._client.command("HGET", f"{self.tag}sessions", session)
         if held is not None:  # smaller pages for large entries, so that none takes longer than the timeout
             records, size, _ = map(int, held.split())
             rows_at_once = max(1, min(_ROWS, _ROWS_BYTES * records // max(1, size)))
         found = False
-        for element in self._elements(f"{self.tag}s:{session}", low, newest, rows_at_once):
+        for element in self._elements(f"{self.tag}s:{session}", low, newest, rows_at_once, size):
             found = True
             number, _, payload = element.partition(b" ")
             yield parsed(number), Entry(cursor(parsed(number)), session, payload)
@@ -222,7 +224,8 @@ class RedisShard:
             arguments: list[bytes | int] = []
             for wanted in ids.values():
                 arguments += (len(wanted), *wanted)
-            found: list[bytes] = self._client.run(scripts.GATHER, keys, arguments)
+            size = sum(one.size for one in references)
+            found: list[bytes] = self._client.run(scripts.GATHER, keys, arguments, size=size)
             payloads = {parsed(number): payload for number, _, payload in (row.partition(b" ") for row in found)}
         lost = [one for one in references if one.tombstone is None and one.id not in payloads]
         if lost:
@@ -277,14 +280,18 @@ class RedisShard:
             number, size, session = element.split(b" ", 2)
             yield _Reference(parsed(number), session.decode(), int(size), group)
 
-    def _elements(self, key: str, low: Id, newest: int | None, rows_at_once: int) -> Iterator[bytes]:
-        """Yield a list's elements behind ``low``, up to the present end. newest: how many, the last ones."""
-        bounds = self._client.run(scripts.BOUNDS, [key], [wire(_next(low)), -1 if newest is None else newest])
+    def _elements(self, key: str, low: Id, newest: int | None, rows_at_once: int, size: int = 0) -> Iterator[bytes]:
+        """Yield a list's elements behind ``low``, up to the present end. newest: how many, the last ones. size: bytes
+        of all.
+        """
+        bounds = self._client.run(
+            scripts.BOUNDS, [key], [wire(_next(low)), -1 if newest is None else newest], size=size
+        )
         if not bounds:
             return
         at, high = map(parsed, bounds)
         while at <= high:
-            rows: list[bytes] = self._client.run(scripts.RANGE, [key], [wire(at), rows_at_once])
+            rows: list[bytes] = self._client.run(scripts.RANGE, [key], [wire(at), rows_at_once], size=size)
             for row in rows:
                 at = parsed(row.partition(b" ")[0])
                 if at > high:
@@ -294,8 +301,8 @@ class RedisShard:
                 return
             at = _next(at)
 
-    def _run(self, script: str, arguments: Sequence[str | bytes | int]) -> Any:
-        return self._client.run(script, [f"{self.tag}log"], arguments)
+    def _run(self, script: str, arguments: Sequence[str | bytes | int], size: int = 0) -> Any:
+        return self._client.run(script, [f"{self.tag}log"], arguments, size=size)
 
 
 def parsed(number: bytes) -> Id:
