@@ -310,6 +310,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
     @property
     def openai(self) -> openai.AsyncOpenAI:
         """Return an OpenAI client whose requests carry this session's id, as Session.openai does."""
+        self._client._refuse_if_unusable()
         return self._client.openai.with_options(default_headers=self._client._requests.headers(self._conversation))
 
     def _refuse_if_unread(self, what: str) -> None:

@@ -370,8 +370,10 @@ class Session(SessionBase, Loops):
     def openai(self) -> openai.OpenAI:
         """Return an OpenAI client whose requests carry this session's id, for a framework that makes its own calls.
 
-        Raises InvalidInputError if `session_tags` names sessions in the body of requests only.
+        Raises InvalidInputError if `session_tags` names sessions in the body of requests only, AgentSpecError once the
+        client is closed.
         """
+        self._client._refuse_if_unusable()
         return self._client.openai.with_options(default_headers=self._client._requests.headers(self._conversation))
 
     def _check(self) -> None:

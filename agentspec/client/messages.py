@@ -49,7 +49,8 @@ def as_messages(content: Content) -> list[dict[str, Any]]:
 def as_message(message: object) -> dict[str, Any]:
     """Return a copy of one message as a plain dict.
 
-    Raises InvalidInputError if it has no role, or a part that no request can carry: text that is not UTF-8, bytes.
+    Raises InvalidInputError if it has no role, or a part that no request can carry: text that is not UTF-8, bytes, a
+    tool call of the OpenAI client's message without an id.
     """
     if isinstance(message, ChatCompletionMessage):
         return assistant_message(message)
@@ -219,6 +220,8 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     }
     if kind == "function":
         body.setdefault("arguments", "{}")  # some servers send no arguments, but no server takes a call without them
+    if not call.get("id"):
+        raise InvalidInputError(f"tool_calls: each call needs an id, which its tool message names, not {shown(call)}")
     return {"id": call["id"], "type": kind, kind: body} | _thoughts(call)
 
 

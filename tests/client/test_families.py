@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import AgentClient, AsyncAgentClient, InvalidInputError
+from agentspec import AgentClient, AgentSpecError, AsyncAgentClient, InvalidInputError
 from agentspec.client.session_naming import NAMINGS, SessionTags
 
 from .fake_server import FakeServer
@@ -126,8 +126,13 @@ def test_openai_gets_the_hash_of_an_id_that_is_too_long_for_it(server: FakeServe
 async def test_requests_of_a_framework_carry_the_session(server: FakeServer) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
     with connect(server) as client:
-        client.session("s", parent="root").openai.chat.completions.create(model="small", messages=messages)
+        session = client.session("s", parent="root")
+        session.openai.chat.completions.create(model="small", messages=messages)
     async with AsyncAgentClient(base_url=server.url, model="small", store=None) as agents:
-        await agents.session("t").openai.chat.completions.create(model="small", messages=messages)
+        other = agents.session("t")
+        await other.openai.chat.completions.create(model="small", messages=messages)
+    for closed in (session, other):
+        with pytest.raises(AgentSpecError, match="the client is closed"):
+            _ = closed.openai
     assert [chat.headers["x-session-id"] for chat in server.chats] == ["s", "t"]
     assert server.chats[0].headers["x-parent-session-id"] == "root"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
 
 from agentspec import AgentClient, InvalidInputError
 from agentspec.client.messages import as_message
@@ -134,6 +135,16 @@ def test_tool_calls_of_another_form_are_named(given: object) -> None:
     """Otherwise every later call of the session would end in an AttributeError."""
     message = {"role": "assistant", "tool_calls": given}
     with pytest.raises(InvalidInputError, match="tool_calls: a list of calls is needed, each a dict, not "):
+        as_message(message)
+
+
+def test_a_tool_call_without_an_id_is_named() -> None:
+    function = {"name": "f", "arguments": "{}"}
+    call: dict[str, Any] = {"id": None, "type": "function", "function": function}
+    message = ChatCompletionMessage.construct(
+        role="assistant", content=None, tool_calls=[ChatCompletionMessageFunctionToolCall.construct(**call)]
+    )
+    with pytest.raises(InvalidInputError, match="tool_calls: each call needs an id"):
         as_message(message)
 
 

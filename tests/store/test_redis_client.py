@@ -45,7 +45,7 @@ def test_a_client_that_is_closed_while_it_connects_keeps_no_connection(monkeypat
 
 
 def test_a_large_command_is_given_more_time_than_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow network or server needs more than the usual timeout for a turn with images in it, each time it is asked."""
+    """A slow network or server needs more than the usual timeout for a turn with images in it."""
     monkeypatch.setattr("agentspec.cache.store.redis.client.SOCKET_TIMEOUT", 0.5)
     payload = b"x" * (LARGE + 1)
     with RedisServer() as server, closing(open_store(server.url)) as store:
