@@ -17,9 +17,11 @@ Dimension = Annotated[
 
 
 def _with_home(name: str) -> str:
-    """Replace ``~`` by the home folder, as no shell does it in a file. Raises ValueError without one, and for ""."""
+    """Replace ``~`` by the home folder, as no shell does it in a file. Raises ValueError if this makes no path."""
     if not name:
         raise ValueError("is empty; write a path")
+    if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise ValueError(f"{name!r} holds a character that no path can have; write another one")
     try:
         return str(expand_home(name)) if name.startswith("~") else name
     except OSError as error:

@@ -176,6 +176,7 @@ NO_SUCH_METHOD = NotImplementedError("Unsupported speculative method: 'mtp'")
         OSError("m is no model\nmore"),
         NO_SUCH_METHOD,
         RuntimeError("Engine core initialization failed. See root cause above."),  # as when memory is short
+        AttributeError("'int' object has no attribute 'get'"),  # a number where vLLM takes a mapping
     ],
 )
 def test_what_vllm_refuses_of_a_rollout_is_one_line(

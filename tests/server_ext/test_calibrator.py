@@ -36,6 +36,10 @@ class TestCalibrator:
         assert calibrator.own(5, 0, 0.9).probability == pytest.approx(0.5, abs=0.05)
         assert calibrator.own(5, 1, 0.9).probability == pytest.approx(0.9), "another position is another matter"
 
+    def test_a_probability_that_rounding_made_larger_than_one_is_one(self) -> None:
+        """The core would refuse the draft as a fault of the drafter, and leave that out after a few times."""
+        assert AcceptanceCalibrator().own(5, 0, 1.0000001).probability == 1.0
+
     def test_what_it_is_not_sure_of_may_be_right_more_often(self) -> None:
         calibrator = AcceptanceCalibrator()
         for number in range(300):

@@ -71,6 +71,11 @@ def test_reads_the_published_recipe(tmp_path: Path, settings: dict[str, Any]) ->
         (("optimizer",), {"lr": True}, "optimizer: lr: true and false are no values of it"),
         (("optimizer",), {"betas": [False, 0.9]}, "optimizer: betas: true and false are no values of it"),
         (("checkpoint", "output_dir"), "", "checkpoint.output_dir: is empty; write a path"),
+        (
+            ("checkpoint", "output_dir"),
+            "a\0",
+            "checkpoint.output_dir: 'a\\x00' holds a character that no path can have",
+        ),
         (("data", "cache_dir"), "~nobody-at-all/cache", "data.cache_dir: ~nobody-at-all/cache: there is no such home"),
         (("micro_batch_size",), True, "micro_batch_size: true and false"),
         (

@@ -90,7 +90,7 @@ class AcceptanceCalibrator:
         model: the model's probability of it. behind: SILENT, BEHIND_AGREED or BEHIND_RIVAL.
         """
         key = _bin(position, model)
-        probability = model
+        probability = min(model, 1.0)  # a sum of rounded numbers may be slightly more
         for counted in (key, (*key, behind)):  # the second count corrects what the first one says
             accepted, seen = self._bins.get(counted, (0.0, 0.0))
             probability = (accepted + _PRIOR * probability) / (seen + _PRIOR)
