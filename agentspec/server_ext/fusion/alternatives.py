@@ -54,7 +54,7 @@ class DraftAlternatives:
 
     __slots__ = ("_calibrator", "_stands_for", "length", "model", "shared", "suffix")
 
-    def __init__(self, calibrator: AcceptanceCalibrator, length: int, stands_for: int) -> None:
+    def __init__(self, calibrator: AcceptanceCalibrator, length: int, stands_for: Sequence[int]) -> None:
         self._calibrator = calibrator
         self._stands_for = stands_for
         self.length = length
@@ -71,12 +71,13 @@ class DraftAlternatives:
         forced: ModelRow | None,
         unforced: ModelRow | None,
         limit: int,
-        stands_for: int = 1,
+        stands_for: Sequence[int] = (1,),
     ) -> "DraftAlternatives":
         """Score both drafts, at most ``limit`` tokens far.
 
         draft: the suffix draft's tokens. forced: the model's row that was forced to follow them. unforced: the row in
-        which the model chose its own tokens. stands_for: steps that the model's run stands for.
+        which the model chose its own tokens. stands_for: by position, steps that the model's run stands for; the last
+        one counts for later positions, too.
         """
         result = cls(calibrator, length, stands_for)
         row = forced or unforced
@@ -124,9 +125,9 @@ class DraftAlternatives:
         for at, (own, other) in enumerate(self.suffix, begin):
             if at == len(verified):
                 break
-            self._calibrator.learn(own, own.token == verified[at], self._stands_for)
+            self._note(own, verified[at])
             if other is not None and at > begin:  # the one at `begin` is the first of `model`, learned below
-                self._calibrator.learn(other, other.token == verified[at], self._stands_for)
+                self._note(other, verified[at])
             if own.token != verified[at]:
                 break
         self._learn(self.model, verified, begin)
@@ -138,11 +139,15 @@ class DraftAlternatives:
         """
         right = 0
         for scored, token in zip(draft, verified[begin:], strict=False):
-            self._calibrator.learn(scored, scored.token == token, self._stands_for)
+            self._note(scored, token)
             if scored.token != token:
                 break
             right += 1
         return right
+
+    def _note(self, scored: ScoredToken, verified: int) -> None:
+        steps = self._stands_for[min(scored.position, len(self._stands_for) - 1)]
+        self._calibrator.learn(scored, scored.token == verified, steps)
 
     def _score_shared(self, draft: Sequence[SuffixToken], row: ModelRow, limit: int) -> int:
         """Score the tokens that both drafts begin with. Return the position behind them."""

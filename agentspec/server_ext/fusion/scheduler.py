@@ -9,8 +9,9 @@ that the model takes. If drafts do not pay, as in large batches, there is no gai
 A drafter of vLLM's runs over the whole batch. Then the choice is how many tokens it drafts, or whether it rests. Its
 first pass cannot always be left out.
 
-Gains are measured only where the model runs. So a small share of the time goes to trials on all rows, which show when
-a model that was useless for a while becomes useful again. Where trials are rare, each counts for the steps between.
+Gains and times are measured only where the model runs. So a small share of the time goes to trials, on all rows and of
+all tokens. They show when a model that was useless or slow for a while, or whose later tokens were wrong, is so no
+longer. Where trials are rare, each counts for the steps between.
 """
 
 from bisect import bisect, insort
@@ -35,7 +36,7 @@ _REQUEST_PRIOR, _REQUEST_MEMORY = 6.0, 48
 _TIME_MEMORY = 32
 """Number of latest runs that the mean times cover."""
 _SETTLING = 4
-"""Number of first runs with some number of rows; only the quickest of them counts."""
+"""Number of first runs with some number of rows; only the quickest counts. A model's first runs decide nothing."""
 _OUTLIER = 3.0
 """Longest time that a run counts as, in multiples of the usual time, because pauses say nothing about the model."""
 
@@ -63,11 +64,18 @@ class ModelTime:
     """Estimate how long the draft model takes for some number of rows, in seconds."""
 
     def __init__(self) -> None:
+        self.runs = 0
         self._means: dict[int, RunningMean] = {}
         self._sizes: list[int] = []  # the numbers of rows seen, ascending
 
+    @property
+    def settled(self) -> bool:
+        """Return whether so many runs were seen that a slow first one says nothing any more."""
+        return self.runs >= _SETTLING
+
     def observe(self, rows: int, seconds: float) -> None:
         """Add the time of a run."""
+        self.runs += 1
         mean = self._means.get(rows)
         if mean is None:
             known = self.seconds(rows)
@@ -100,16 +108,25 @@ class PassTime:
     """Estimate how long a drafter of whole batches takes, by the number of tokens that it drafts, in seconds.
 
     RESTS counts as a number of tokens. The times of the other numbers are taken to lie on a line: the time of a first
-    pass, plus the same time for each token.
+    pass, plus the same time for each token. Numbers that were not drafted for a while count less.
     """
 
     def __init__(self) -> None:
         self._times: dict[int, ModelTime] = {}
+        self._latest: dict[int, int] = {}  # by number of tokens: the number of its latest run
+        self._runs = 0
         self._lines: dict[int, tuple[float, float] | None] = {}  # by number of rows, until the next run
+
+    @property
+    def settled(self) -> bool:
+        """Return whether so many runs have drafted that a slow first one says nothing any more."""
+        return any(time.settled for tokens, time in self._times.items() if tokens > 0)
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Add the time of a run over a batch of ``rows`` rows that drafted ``tokens`` tokens in each."""
         self._times.setdefault(tokens, ModelTime()).observe(rows, seconds)
+        self._runs += 1
+        self._latest[tokens] = self._runs
         self._lines.clear()
 
     def saved(self, rows: int, tokens: int, least: int) -> float | None:
@@ -139,16 +156,19 @@ class PassTime:
         While only one number of tokens was seen, the first pass counts as long as each token. With more, this is a
         least-squares line.
         """
-        known = [(number, time.seconds(rows) or 0.0) for number, time in self._times.items() if number >= 0]
-        most = max(known, default=(0, 0.0))
-        if most[0] == 0:
+        known = {number: time.seconds(rows) or 0.0 for number, time in self._times.items() if number >= 0}
+        most = max(known, default=0)
+        if most == 0:
             return None
         if len(known) == 1:
-            each = most[1] / (most[0] + 1)
+            each = known[most] / (most + 1)
             return each, each
-        middle, mean = (sum(column) / len(known) for column in zip(*known, strict=True))
-        over = sum((number - middle) * (seconds - mean) for number, seconds in known)
-        further = max(0.0, over / sum((number - middle) ** 2 for number, _ in known))
+        weights = {number: 1.0 / (_TIME_MEMORY + self._runs - self._latest[number]) for number in known}
+        total = sum(weights.values())
+        middle = sum(weight * number for number, weight in weights.items()) / total
+        mean = sum(weight * known[number] for number, weight in weights.items()) / total
+        over = sum(weight * (number - middle) * (known[number] - mean) for number, weight in weights.items())
+        further = max(0.0, over / sum(weight * (number - middle) ** 2 for number, weight in weights.items()))
         return max(0.0, mean - further * middle), further
 
     def _resting(self, rows: int) -> float:
@@ -194,16 +214,17 @@ class Gains:
 class DraftModelScheduler:
     """Choose the rows for which the draft model runs, by its gains and its time. Plain arithmetic, no I/O.
 
-    stands_for: steps that this step's run stands for: itself, and the latest ones without a run.
+    stands_for: by position, steps that this step's run stands for: itself, and the latest ones that drafted nothing
+    there. The last position stands for all later ones, too.
     """
 
     def __init__(self) -> None:
         self.time = ModelTime()
         self.passes = PassTime()
         self.gains = Gains()
-        self.stands_for = 1
+        self.stands_for = [1]
         self._credit = 0.0
-        self._rested = 0  # steps since the latest run
+        self._undrafted: dict[int, int] = {}  # by position: steps since the latest run that drafted there
         self.trials = 0
 
     def choose(
@@ -218,8 +239,8 @@ class DraftModelScheduler:
         if not able:
             return []
         everything = self.time.seconds(sum(widths))
-        if pace.row_seconds is None or everything is None:
-            self._note([], ran=True)
+        if pace.row_seconds is None or everything is None or not self.time.settled:
+            self._note([], 1, 1)
             return able  # run on all rows while nothing is known
         tokens_a_second = pace.rate / pace.row_seconds
         gains = sorted(((self.gains.of(states[i], expected[i]), i) for i in able), reverse=True)
@@ -232,11 +253,11 @@ class DraftModelScheduler:
             surplus = total - tokens_a_second * (self.time.seconds(width) or 0.0)
             if surplus > best:
                 best, count = surplus, number
-        if not count and self._may_try(everything, pace.row_seconds * len(states)):
-            count = len(able)
-        chosen = sorted(i for _, i in gains[:count])
-        self._note([expected[i] for _, i in gains[count:]], ran=count > 0)
-        return chosen
+        chosen = gains[:count]
+        if count < len(able) and self._may_try(everything, pace.row_seconds * len(states)):
+            chosen = gains
+        self._note([expected[i] for _, i in gains[len(chosen) :]], 1 if chosen else 0, 1)
+        return sorted(i for _, i in chosen)
 
     def choose_tokens(
         self,
@@ -255,11 +276,11 @@ class DraftModelScheduler:
         able = [i for i, limit in enumerate(limits) if limit > 0]
         least, most = choices[0], choices[-1]
         if least == most or not able:
-            self._note([], ran=least > 0)
+            self._note([], least, most)
             return least
         saved = self.passes.saved(len(states), most, least)
-        if pace.row_seconds is None or saved is None:
-            self._note([], ran=True)
+        if pace.row_seconds is None or saved is None or not self.passes.settled:
+            self._note([], most, most)
             return most  # while nothing is known
         gain = sum(max(0.0, self.gains.of(states[i], expected[i])) for i in able)
         tokens_a_second = pace.rate / pace.row_seconds
@@ -269,10 +290,9 @@ class DraftModelScheduler:
             surplus = gain * worth[tokens - 1] / worth[most - 1] - tokens_a_second * time
             if surplus > best:
                 best, count = surplus, tokens
-        if count == least and self._may_try(saved, pace.row_seconds * len(states)):
+        if count < most and self._may_try(saved, pace.row_seconds * len(states)):
             count = most
-        runs = count > 0  # a first pass alone, or a rest, shows no gain
-        self._note([] if runs else [expected[i] for i in able], ran=runs)
+        self._note([] if count > 0 else [expected[i] for i in able], count, most)  # a first pass alone shows no gain
         return count
 
     def _may_try(self, cost: float, step: float) -> bool:
@@ -284,17 +304,17 @@ class DraftModelScheduler:
         self.trials += 1
         return True
 
-    def _note(self, passed_over: Sequence[float], *, ran: bool) -> None:
-        """Note whether the model runs in this step.
+    def _note(self, passed_over: Sequence[float], tokens: int, most: int) -> None:
+        """Note how many tokens, of at most ``most``, the model drafts in this step; RESTS or 0: none.
 
         passed_over: expected tokens of the rows that might have a draft, but for which it does not run.
         """
-        for tokens in passed_over:
-            self.gains.pass_over(tokens)
-        if ran:
-            self.stands_for, self._rested = 1 + self._rested, 0
-        else:
-            self._rested = min(self._rested + 1, _MOST_PASSED_OVER)
+        for promised in passed_over:
+            self.gains.pass_over(promised)
+        self.stands_for = [1 + self._undrafted.get(at, 0) for at in range(max(tokens, 1))]
+        for at in range(most):
+            undrafted = min(self._undrafted.get(at, 0) + 1, _MOST_PASSED_OVER)
+            self._undrafted[at] = 0 if at < tokens else undrafted
 
     def stats(self) -> dict[str, object]:
         """Return the mean gains in tokens, by the suffix draft's expected tokens, and the trials, as JSON."""
