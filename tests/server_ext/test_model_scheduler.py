@@ -43,6 +43,18 @@ class TestModelTime:
         time.observe(1, 10.0)
         assert (time.seconds(1) or 1.0) < 0.0012
 
+    def test_a_run_stands_for_the_steps_between(self) -> None:
+        time = ModelTime()
+        for _ in range(100):
+            time.observe(1, 0.001)
+        time.observe(1, 0.002, stands_for=4)
+        assert time.seconds(1) == pytest.approx(0.001 + 4 / 32 * 0.001)
+        time = ModelTime()
+        for _ in range(100):
+            time.observe(1, 0.001)
+        time.observe(1, 0.002, stands_for=1000)
+        assert time.seconds(1) == pytest.approx(0.001 + 8 / 32 * 0.001), "it may have been a pause"
+
     def test_of_the_first_four_runs_only_the_quickest_counts(self) -> None:
         """They compile and allocate."""
         time = ModelTime()
@@ -340,13 +352,13 @@ class TestPasses:
 
     def test_passes_that_were_slow_for_a_while_are_timed_again(self) -> None:
         scheduler, late = DraftModelScheduler(), list[int]()
-        worth, choices = (0.7, 1.19, 1.53, 1.77, 1.94), (RESTS, 1, 2, 3, 4, 5)
+        worth, choices = (0.8, 1.44, 1.95, 2.36, 2.69), (RESTS, 1, 2, 3, 4, 5)
         for step in range(8000):
             tokens = scheduler.choose_tokens([request()], [0.0], [9], worth, choices, Pace(1.0, 0.020))
-            seconds = 0.0 if tokens == RESTS else 0.001 * (1 + tokens) * (5 if 500 <= step < 800 else 1)
+            seconds = 0.0 if tokens == RESTS else 0.001 * (1 + tokens) * (8 if 500 <= step < 800 else 1)
             scheduler.passes.observe(1, tokens, seconds)
             if tokens > 0:
-                scheduler.gains.learn(request(), 0.0, 1.94)
+                scheduler.gains.learn(request(), 0.0, 2.69)
             late.append(tokens)
         assert set(late[-1000:]) == {5}
 

@@ -276,7 +276,7 @@ class DraftFusion:
         self.runs += 1
         self.rows += len(answer.tokens)
         self._seconds += seconds
-        self.scheduler.time.observe(len(answer.tokens), seconds)
+        self.scheduler.time.observe(len(answer.tokens), seconds, self.scheduler.stands_for[-1])
         return FusedDrafts(merged, seconds)
 
     def _merge_drafts(

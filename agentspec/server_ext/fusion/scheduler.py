@@ -35,6 +35,8 @@ _MOST_PASSED_OVER = 31
 _REQUEST_PRIOR, _REQUEST_MEMORY = 6.0, 48
 _TIME_MEMORY = 32
 """Number of latest runs that the mean times cover."""
+_MOST_TIMED = 8
+"""Most steps that the time of one run stands for."""
 _SETTLING = 4
 """Number of first runs with some number of rows; only the quickest counts. A model's first runs decide nothing."""
 _OUTLIER = 3.0
@@ -73,8 +75,8 @@ class ModelTime:
         """Return whether so many runs were seen that a slow first one says nothing any more."""
         return self.runs >= _SETTLING
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Add the time of a run."""
+    def observe(self, rows: int, seconds: float, stands_for: int = 1) -> None:
+        """Add the time of a run. stands_for: the run itself, and the steps since the latest one."""
         self.runs += 1
         mean = self._means.get(rows)
         if mean is None:
@@ -84,7 +86,7 @@ class ModelTime:
         elif mean.count < _SETTLING:  # the first runs are slow, because they compile and allocate
             mean.value, mean.count = min(seconds, mean.value), mean.count + 1
         else:
-            mean.add(min(seconds, _OUTLIER * mean.value), _TIME_MEMORY)
+            mean.add(min(seconds, _OUTLIER * mean.value), _TIME_MEMORY, min(stands_for, _MOST_TIMED))
 
     def seconds(self, rows: int) -> float | None:
         """Return the usual time, interpolated between the numbers of rows seen; None before the first run."""
@@ -124,7 +126,8 @@ class PassTime:
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Add the time of a run over a batch of ``rows`` rows that drafted ``tokens`` tokens in each."""
-        self._times.setdefault(tokens, ModelTime()).observe(rows, seconds)
+        since = self._runs - self._latest.get(tokens, self._runs)
+        self._times.setdefault(tokens, ModelTime()).observe(rows, seconds, 1 + since)
         self._runs += 1
         self._latest[tokens] = self._runs
         self._lines.clear()
