@@ -70,7 +70,8 @@ def with_model(additional: dict[str, Any], config: Mapping[str, Any] | None) -> 
 def translate(config: Mapping[str, Any], max_draft: int | None = None) -> Translation:
     """Translate a speculative config of one of METHODS.
 
-    max_draft: longest suffix draft, in tokens, if the config has none; None: as long as the engine can verify.
+    max_draft: the operator's limit on a draft, in tokens. It lowers the config's own; None: as long as the engine can
+    verify.
 
     Raises ConfigurationError that names the key.
     """
@@ -100,9 +101,10 @@ def _suffix(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
     settings["arctic_suffix_rule"] = rule
     if _cached_requests(config) == 0:
         settings["scope"] = "none"
+    longest = min(rule["max_depth"], MAX_DRAFT)
     if config.get("num_speculative_tokens") is not None:
-        return Translation(_number(config, "num_speculative_tokens", 1), settings)
-    return Translation(min(rule["max_depth"], MAX_DRAFT, max_draft or MAX_DRAFT), settings)
+        longest = _number(config, "num_speculative_tokens", 1)
+    return Translation(min(longest, max_draft or longest), settings)
 
 
 def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int | None) -> Translation:
@@ -133,7 +135,9 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
         settings["scope"] = "none"
     has_length = config.get("suffix_speculative_tokens") is not None
     longest = _number(config, "suffix_speculative_tokens", 0) if has_length else 0
-    return Translation(longest or _at_least(tokens or 0, max_draft), settings)
+    if longest and (max_draft is None or longest <= max_draft):
+        return Translation(longest, settings)
+    return Translation(_at_least(tokens or 0, max_draft), settings)
 
 
 def _at_least(tokens: int, max_draft: int | None) -> int | None:

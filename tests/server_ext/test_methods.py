@@ -45,6 +45,12 @@ def test_suffix_drafts_beside_arctic_may_be_longer() -> None:
     assert translate({**ARCTIC, "suffix_speculative_tokens": None}, 16).max_draft == 16  # as other keys without a value
 
 
+def test_the_operators_limit_lowers_that_of_the_config() -> None:
+    for config, name in (({"method": "suffix"}, "num_speculative_tokens"), (ARCTIC, "suffix_speculative_tokens")):
+        longest = [translate({**config, name: tokens}, 16).max_draft for tokens in (8, 16, 64)]
+        assert longest == [8, 16, 16]
+
+
 def test_arctic_with_a_parameter_of_the_rule_drafts_by_the_rule() -> None:
     translation = translate({**ARCTIC, "suffix_max_spec_factor": 2.0, "disable_by_batch_size": 64})
     settings = Settings(store="memory://", **translation.settings)

@@ -179,6 +179,7 @@ class Metrics:
         if figures.running == 0 and self._running.pop(figures.key, None) is not None:
             self._finished[figures.key] = figures
             self._finished_bytes += figures.bytes
+            self._latest.setdefault(figures.key[:2], figures.key)  # a later call of that id may be forgotten already
             while len(self._finished) > _KEPT_REQUESTS or self._finished_bytes > self._max_bytes:
                 (caller, api_id, _), oldest = self._finished.popitem(last=False)
                 self._finished_bytes -= oldest.bytes
@@ -234,11 +235,11 @@ class Metrics:
         """
         keys: list[FiguresKey]
         if any_caller:
-            keys = [key for (_, api_id), key in self._latest.items() if api_id == request_id]
+            keys = [key for key in (*self._latest.values(), *self._running) if key[1] == request_id]
         elif call is not None:
             keys = [(caller, request_id, call)]
         else:
-            latest = self._latest.get((caller, request_id))
-            keys = [] if latest is None else [latest]
+            latest = self._latest.get((caller, request_id))  # None, too, if a later call was forgotten sooner
+            keys = [key for key in self._running if key[:2] == (caller, request_id)] if latest is None else [latest]
         found = [figures for key in keys if (figures := self._running.get(key) or self._finished.get(key)) is not None]
         return max(found, key=lambda figures: figures.began).as_dict(request_id) if found else None

@@ -217,7 +217,8 @@ class ApiKeysFile:
             text = self.path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ConfigurationError(f"api_keys_file {self.path}: cannot be read: {why}") from error
+            remedy = "give a file of lines `sha256-of-key tenant`"
+            raise ConfigurationError(f"api_keys_file {self.path}: cannot be read: {why}; {remedy}") from error
         if not text.endswith("\n") and not first and text != self._unfinished:
             self._unfinished = text
             raise _UnfinishedError
