@@ -1,4 +1,4 @@
-"""Read the problems of a rollout from JSON lines or parquet."""
+"""Read the problems of a rollout, or the prompts of a training, from JSON lines or parquet."""
 
 import json
 from collections.abc import Iterator
@@ -22,12 +22,13 @@ class Problem:
     """Hold one problem.
 
     prompt: a text, a chat as a list of messages, or token ids. fields: the other fields of its line, passed through to
-    its samples and to the reward function.
+    its samples and to the reward function. place: its file and line, for errors.
     """
 
     id: str
     prompt: str | list[dict[str, Any]] | list[int]
     fields: dict[str, Any] = field(default_factory=dict)
+    place: str = field(default="", compare=False)
 
     @property
     def is_chat(self) -> bool:
@@ -55,11 +56,12 @@ class Problem:
         )
 
 
-def read_problems(path: Path) -> list[Problem]:
+def read_problems(path: Path, *, named: bool = True) -> list[Problem]:
     """Read all problems of a file: ``.parquet``, or JSON lines for any other name, which may be compressed by gzip.
 
     A problem has an "id" (a string or a number, once in the file) and a "prompt" (a text, or messages as verl writes
-    them), "messages" or "prompt_token_ids". "tools" beside messages go into the chat template.
+    them), "messages" or "prompt_token_ids". "tools" beside messages go into the chat template. named: whether an "id"
+    is needed; if not, a problem without one gets "prompt-" and its number in the file, from 1.
 
     Raises InvalidInputError that names the line and the field.
     """
@@ -67,13 +69,16 @@ def read_problems(path: Path) -> list[Problem]:
         what = "is a folder" if path.is_dir() else "is a device" if path.exists() else "no such file"
         raise InvalidInputError(f"{path}: {what}; give a file of problems, .jsonl or .parquet")
     problems: dict[str, Problem] = {}
-    for place, row in _parquet_rows(path) if path.suffix.lower() == ".parquet" else _json_rows(path):
+    rows = _parquet_rows(path) if path.suffix.lower() == ".parquet" else _json_rows(path)
+    for number, (place, row) in enumerate(rows, 1):
+        if not named and row.get("id") is None:
+            row["id"] = f"prompt-{number}"
         problem = _problem(place, row)
         if problem.id in problems:
             raise InvalidInputError(f"{place}: id {problem.id!r} stands there twice; give each problem its own")
         problems[problem.id] = problem
     if not problems:
-        raise InvalidInputError(f"{path}: holds no problem")
+        raise InvalidInputError(f"{path}: holds no {'problem' if named else 'prompt'}")
     return list(problems.values())
 
 
@@ -129,7 +134,7 @@ def _problem(place: str, row: dict[str, Any]) -> Problem:
         raise InvalidInputError(f"{place}: needs one of {names}, has {', '.join(prompts) or 'none'}")
     prompt = _prompt(f'{place}: "{prompts[0]}"', prompts[0], row[prompts[0]])
     rest = {name: value for name, value in row.items() if name not in ("id", prompts[0])}
-    problem = Problem(check_session_id(identifier, f"{place}: id"), prompt, rest)
+    problem = Problem(check_session_id(identifier, f"{place}: id"), prompt, rest, place)
     try:
         _ = problem.tools
     except InvalidInputError as error:

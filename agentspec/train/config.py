@@ -75,7 +75,7 @@ class StoreSource(Section):
 
 
 class PromptsSource(Section):
-    """Train on the target's answers to prompts: one JSON object a line with ``messages`` (or ``prompt``)."""
+    """Train on the target's answers to prompts, in a file as ``read_problems`` takes it; ids may be left out."""
 
     type: Literal["prompts"]
     path: File

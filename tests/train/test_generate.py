@@ -105,6 +105,13 @@ def test_answers_have_their_prompts_ids(tmp_path: Path, engine: Engine) -> None:
     assert engine.closed == 1
 
 
+def test_problems_of_a_rollout_are_prompts(tmp_path: Path, engine: Engine) -> None:
+    chat = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    tools = [{"function": {"name": "edit"}}]
+    ask(tmp_path, json.dumps({"id": "a", "prompt": chat, "tools": json.dumps(tools)}) + "\n")
+    assert engine.tokenised == [([{"role": "user", "content": "a\nb"}], tools)]
+
+
 def test_chats_are_asked_with_their_own_tools(tmp_path: Path, engine: Engine) -> None:
     chats = {name: [{"role": "user", "content": name}] for name in "abc"}
     edit, run = [{"function": {"name": "edit"}}], [{"function": {"name": "run"}}]
@@ -125,7 +132,7 @@ def test_a_prompt_that_does_not_fit_is_named_before_any_is_answered(tmp_path: Pa
 
 def test_what_vllm_refuses_all_the_same_is_named(tmp_path: Path, engine: Engine) -> None:
     prompts = '{"prompt": "a"}\n' * 64 + "\n" + json.dumps({"prompt": "x" * 98}) + "\n"
-    with pytest.raises(InvalidInputError, match=r"prompts\.jsonl, lines 66 to 66: vLLM .*: The prompt is odd\.$"):
+    with pytest.raises(InvalidInputError, match=r"prompts\.jsonl, line 66, or up to 0 prompts behind it: vLLM .*: The prompt is odd\.$"):
         ask(tmp_path, prompts)
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 64
 
@@ -141,7 +148,7 @@ def test_prompts_that_newer_vllm_refuses_are_named(
     engine.refusal = Refusal
     monkeypatch.setitem(sys.modules, "vllm.exceptions", SimpleNamespace(VLLMClientError=Refusal))
     with pytest.raises(
-        InvalidInputError, match=r"prompts\.jsonl, lines 1 to 1: vLLM refuses one .*: The prompt is odd"
+        InvalidInputError, match=r"prompts\.jsonl, line 1, .*: vLLM refuses one of them: The prompt is odd"
     ):
         ask(tmp_path, json.dumps({"prompt": "x" * 98}) + "\n")
 
