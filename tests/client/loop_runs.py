@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -20,6 +21,13 @@ def release(server: FakeServer, count: int) -> None:
     while len(server.chats) < count:
         time.sleep(0.01)
     server.hold.set()
+
+
+def join_threads() -> None:
+    """Wait for the threads that loops have started, some of which outlive their loop."""
+    for thread in threading.enumerate():
+        if thread.name == "agentspec-loop":
+            thread.join(60)
 
 
 def calls(*named: tuple[str, str]) -> dict[str, Any]:

@@ -37,6 +37,20 @@ class Log(SessionLog):
         self.appended += [message for _, message in said]
 
 
+class Recording(SessionLog):
+    """Hold what it is given for each session. cuts: what was appended with each of the calls, None for messages."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+        self.cuts: list[int | None] = []
+
+    def read(self, session: str) -> Stored:
+        return self.stored
+
+    def append(self, view: ClientView, said: list[Said], cut: int | None = None) -> None:
+        self.cuts.append(cut)
+
+
 def test_two_threads_that_resume_a_session_read_it_once_and_lose_nothing() -> None:
     log = Log()
     conversation = Conversation("s", log)
@@ -119,6 +133,14 @@ def test_an_interrupted_call_holds_no_session_for_tool_calls_that_were_taken_bac
     assert conversation.messages() == [user("two")]
 
 
+def test_an_interrupted_call_that_added_nothing_stores_nothing() -> None:
+    log = Recording(Stored())
+    conversation = Conversation("s", log, new=True)
+    with pytest.raises(KeyboardInterrupt), conversation.reserved(), conversation.undone_if_interrupted():
+        raise KeyboardInterrupt
+    assert log.cuts == []
+
+
 def test_what_a_call_added_stays_though_it_then_fails() -> None:
     """The store may have it, as after a conflict."""
     conversation = Conversation("s", SessionLog(), new=True)
@@ -162,6 +184,33 @@ def test_messages_of_the_user_in_a_row_begin_one_turn() -> None:
     conversation.add(said)
     conversation.copy_to(fork, 1)
     assert fork.messages() == said[:3]
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_a_fork_of_the_first_turns_goes_on_without_a_gap(turns: int) -> None:
+    said = [message for text in ("one", "two") for message in (user(text), {"role": "assistant", "content": "answer"})]
+    conversation, fork = (Conversation(name, SessionLog(), new=True) for name in ("s", "fork"))
+    conversation.add(said)
+    conversation.copy_to(fork, turns)
+    fork.add([user("more")])
+    assert (fork.messages(), fork.gaps()) == ([*said[: 2 * turns], user("more")], [])
+
+
+@pytest.mark.parametrize(
+    ("stored", "cuts"),
+    [
+        (Stored([Said(0, user("one"))], 1), [None]),
+        (Stored([Said(0, user("one"))], 2), [None, 2]),
+        (Stored([], 1), [1]),
+    ],
+    ids=["none", "behind a message", "alone"],
+)
+def test_a_fork_stores_the_gap_at_the_end_if_there_is_one(stored: Stored, cuts: list[int | None]) -> None:
+    log = Recording(stored)
+    conversation, fork = Conversation("s", log), Conversation("fork", log, new=True)
+    conversation.load()
+    conversation.copy_to(fork)
+    assert log.cuts == cuts
 
 
 @pytest.mark.parametrize(("count", "end"), [(5, "'4' of 'add' without"), (7, "'4' of 'add' and 2 more without")])

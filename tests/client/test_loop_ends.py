@@ -6,11 +6,14 @@ import asyncio
 import functools
 import inspect
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from agentspec import AgentClient, AsyncAgentClient, Attempt, Budget, Progress, 
 from agentspec.client.loops.budget import Account, BudgetSpentError
 
 from .fake_server import FakeServer
-from .loop_runs import add, calls, short
+from .loop_runs import add, calls, join_threads, short
 
 INTERRUPTED = """
 import os, signal, sys, threading
@@ -50,6 +53,14 @@ async def main():
 asyncio.run(main())
 """
 """An asyncio program whose critic, a plain function, never returns. It is interrupted, or its seconds are spent."""
+
+
+@pytest.fixture
+def default_interrupt() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt, which a shell's jobs in the background ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class TestEndingEarly:
@@ -99,6 +110,47 @@ class TestEndingEarly:
                 "error: cancelled before it ended",
             ]
             assert session.chat("go on").text  # the fake refuses unanswered tool calls
+
+    def test_no_tool_begins_after_ctrl_c(self, server: FakeServer, default_interrupt: None) -> None:
+        go_on, begun = threading.Event(), list[str]()
+
+        def wait() -> None:
+            begun.append("wait")
+            os.kill(os.getpid(), signal.SIGINT)
+            go_on.wait(60)
+
+        def other() -> None:
+            begun.append("other")
+
+        server.answers = [calls(("wait", "{}"), ("other", "{}"))]
+        with AgentClient(base_url=server.url, model="small", store=None) as client:
+            session = client.session("s")
+            with pytest.raises(KeyboardInterrupt):
+                session.run_tools("go", [wait, other], at_once=1)
+            go_on.set()
+            join_threads()
+        assert begun == ["wait"]
+
+    async def test_a_function_that_outlives_its_task_fails_in_no_thread(
+        self, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, go_on, failed = threading.Event(), threading.Event(), list[object]()
+        monkeypatch.setattr(threading, "excepthook", failed.append)
+
+        def critic(reply: Reply) -> str | None:
+            begun.set()
+            go_on.wait(60)
+            return None
+
+        async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+            task = asyncio.create_task(client.session("s").refine("count", critic))
+            await asyncio.to_thread(begun.wait, 60)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        go_on.set()
+        join_threads()
+        assert not failed
 
     @pytest.mark.parametrize(
         ("loop", "arguments"),

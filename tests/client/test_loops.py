@@ -18,7 +18,7 @@ from agentspec import AgentClient, AgentSpecError, AsyncAgentClient, Budget, Inv
 from agentspec.client.loops.budget import bounded_timeout
 
 from .fake_server import FakeServer
-from .loop_runs import add, release, short
+from .loop_runs import add, join_threads, release, short
 
 
 class Number(pydantic.BaseModel):
@@ -65,6 +65,20 @@ class TestRefine:
         assert isinstance(result.attempts[0].error, ZeroDivisionError)
         assert (result.best, result.text, len(messages)) == (result.attempts[0], "answer 1", 2)
 
+    def test_an_attempt_lasts_until_its_verdict(self, run: Any) -> None:
+        def critic(answer: Reply) -> str | None:
+            time.sleep(0.05)
+            return short(answer)
+
+        result, _ = run("refine", "count", critic)
+        seconds = [attempt.seconds for attempt in result.attempts]
+        assert min(seconds) >= 0.05 and sum(seconds) <= result.spent.seconds
+
+    def test_an_attempt_whose_call_failed_has_its_duration_too(self, run: Any, server: FakeServer) -> None:
+        server.failures = [500]
+        result, _ = run("refine", "count", short)
+        assert 0 < result.attempts[0].seconds <= result.spent.seconds
+
     @pytest.mark.parametrize("found", [True, 1, ["x"], [{"no": "role"}]])
     def test_keeps_the_attempt_whose_critic_returned_no_message(self, run: Any, found: Any) -> None:
         result, messages = run("refine", "count", lambda reply: found)
@@ -79,7 +93,8 @@ class TestRefine:
             return None
 
         result, _ = run("refine", "count", critic)
-        assert result.stopped == "error" and str(result.attempts[0].error) == "SystemExit: 3"
+        error = result.attempts[0].error
+        assert (result.stopped, str(error)) == ("error", "SystemExit: 3") and isinstance(error.__cause__, SystemExit)
 
     @pytest.mark.parametrize(
         ("arguments", "options", "field"),
@@ -104,6 +119,10 @@ class TestBudget:
         result, _ = run("refine", "count", short, budget=Budget(tokens=5))
         assert [chat.body["max_completion_tokens"] for chat in server.chats] == [5, 2]
         assert result.stopped == "tokens" and result.spent.tokens == 6  # the fake always counts 3
+
+    def test_of_tokens_leaves_the_last_one_to_a_call(self, run: Any, server: FakeServer) -> None:
+        run("refine", "count", short, budget=Budget(tokens=4))
+        assert [chat.body["max_completion_tokens"] for chat in server.chats] == [4, 1]
 
     def test_of_tokens_keeps_a_lower_limit_of_the_caller(self, run: Any, server: FakeServer) -> None:
         run("refine", "count", short, budget=Budget(tokens=50), attempts=1, max_tokens=4)
@@ -131,6 +150,12 @@ class TestBudget:
         assert (result.stopped, result.spent.tokens) == ("done", 9)
         assert {chat.body["max_completion_tokens"] for chat in server.chats} == {2048}
         assert sum(request.path == "/v1/models" for request in server.received) == 1
+
+    def test_of_more_tokens_than_a_context_minds_the_model_that_the_call_names(self, server: FakeServer) -> None:
+        server.max_model_len = 2048
+        with AgentClient(base_url=server.url, model="large", store=None) as client:
+            loop = client.session().refine("count", lambda reply: None, budget=Budget(tokens=4_000), model="small")
+        assert loop.done and server.chats[0].body["max_completion_tokens"] == 2048
 
     @pytest.mark.parametrize(("limit", "stopped"), [({}, "tokens"), ({"max_completion_tokens": 3}, "done")])
     def test_of_tokens_that_cuts_an_answer_off_says_so(
@@ -301,7 +326,7 @@ class TestPipeline:
     def test_keeps_what_was_done_before_a_prompt_that_fails(self, run: Any, prompt: Any, error: type) -> None:
         result, messages = run("pipeline", "a game", [Stage("plan", "Plan this:"), Stage("code", prompt)])
         assert (result.stopped, result.best, messages) == ("error", None, [])
-        assert [attempt.name for attempt in result.attempts] == ["plan", "code"]
+        assert [(attempt.name, attempt.number) for attempt in result.attempts] == [("plan", 1), ("code", 2)]
         assert result.attempts[0].reply.text == "answer 1"
         assert isinstance(result.attempts[1].error, error)
 
@@ -333,6 +358,14 @@ class TestPipeline:
         with pytest.raises(AgentSpecError, match=f"stage 'code': .*{why}"):
             _ = result.text
 
+    def test_says_what_the_critic_of_an_answer_without_a_text_raised(self, run: Any, server: FakeServer) -> None:
+        def critic(answer: Reply) -> str | None:
+            raise ZeroDivisionError
+
+        server.answers = [{"content": ""}]
+        result, _ = run("pipeline", "a game", [Stage("code", "Code", critic=critic)])
+        assert result.stopped == "error" and isinstance(result.attempts[0].error, ZeroDivisionError)
+
     def test_lets_a_critic_mend_an_answer_without_a_text(self, run: Any, server: FakeServer) -> None:
         server.answers = [{"content": ""}]
         critic = lambda reply: None if reply.text else "Say something."  # noqa: E731
@@ -342,19 +375,45 @@ class TestPipeline:
 
 def test_no_further_answer_is_asked_for_once_progress_has_ended_the_loop(server: FakeServer) -> None:
     """The first answer's reward takes long, and the error of another one ends the loop at once."""
-    go_on = threading.Event()
+    go_on, told = threading.Event(), list[Progress]()
 
     def reward(reply: Reply) -> float:
         if reply.session is not None and reply.session.endswith(".1"):
             go_on.wait(60)
         return 1.0
 
-    def stop(progress: Any) -> None:
+    def stop(progress: Progress) -> None:
+        told.append(progress)
         raise KeyError("of the test")
 
     with AgentClient(base_url=server.url, model="small", store=None) as client, pytest.raises(KeyError):
         client.session("s").best_of("task", 40, reward, at_once=2, on_progress=stop)
     go_on.set()
+    join_threads()
+    assert len(server.chats) <= 4
+    assert len(told) == 1, "nobody waits for the first answer any more"
+
+
+async def test_no_call_goes_on_once_progress_has_ended_an_asyncio_loop(server: FakeServer) -> None:
+    begun = asyncio.Event()
+
+    async def reward(reply: Reply) -> float:
+        if reply.session is not None and reply.session.endswith(".1"):
+            begun.set()
+            try:
+                await asyncio.sleep(3)
+            finally:
+                await asyncio.sleep(0.05)  # a function that cleans up takes a while to end
+        await begun.wait()
+        return 1.0
+
+    def stop(progress: Progress) -> None:
+        raise KeyError("of the test")
+
+    async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+        with pytest.raises(KeyError):
+            await client.session("s").best_of("task", 40, reward, at_once=2, on_progress=stop)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
     assert len(server.chats) <= 4
 
 

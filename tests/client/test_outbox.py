@@ -18,7 +18,7 @@ from agentspec.cache.store import MemoryStore, MessageRecord, NewEntry, encode
 from agentspec.client.history import outbox as outbox_module
 from agentspec.client.history.outbox import NAMESPACE, Outbox, read_session
 from agentspec.client.history.session_log import ClientView, Said
-from agentspec.errors import StoreError, StoreUnavailableError
+from agentspec.errors import SessionConflictError, StoreError, StoreUnavailableError
 from tests.store.helpers import wait_until
 
 from .fake_server import FakeServer
@@ -111,6 +111,29 @@ def test_a_turn_whose_answer_was_lost_is_sent_again_as_it_was() -> None:
     assert [said.position for said in read_session(store, "s").history] == [0, 1, 6, 7, 8]
 
 
+def test_the_largest_turn_is_kept_beside_a_larger_one_that_is_sent_again() -> None:
+    store = FailingStore("append")
+    outbox = Outbox(lambda: store, max_bytes=4_000)
+    outbox.put(ClientView("larger"), [Said(0, {"role": "user", "content": "A" * 10_000})])
+    wait_until(lambda: outbox._failures > 0)
+    outbox.put(ClientView("large"), [Said(0, {"role": "user", "content": "A" * 9_000})])
+    store.failing = set()
+    outbox.close(60.0)
+    assert [len(read_session(store, name).history) for name in ("larger", "large")] == [1, 1]
+
+
+def test_what_is_sent_again_counts_while_it_waits() -> None:
+    store = FailingStore("append")
+    outbox = Outbox(lambda: store)
+    outbox.put(ClientView("s"), [Said(0, {"role": "user", "content": "one"})])
+    wait_until(lambda: outbox._failures > 1)
+    with outbox._changed:
+        assert outbox._bytes == sum(write.size for write in outbox._queue)
+    store.failing = set()
+    outbox.close(60.0)
+    assert outbox._bytes == 0
+
+
 def test_a_session_that_the_store_refuses_costs_no_other_one_its_turns(caplog: pytest.LogCaptureFixture) -> None:
     """Its key on Redis may hold something else, or its pages in the SQLite file may be damaged."""
 
@@ -183,6 +206,15 @@ def test_messages_without_a_position_come_in_their_order() -> None:
     store.append(NAMESPACE, [NewEntry("s", encode(record)) for record in records])
     found = read_session(store, "s")
     assert [(said.position, said.message["content"]) for said in found.history] == [(0, "one"), (1, "two")]
+
+
+@pytest.mark.parametrize(("texts", "position"), [(("one", "one"), None), (("one", "two"), 0)])
+def test_a_record_counts_unless_it_repeats_one_at_its_position(texts: tuple[str, str], position: int | None) -> None:
+    store = MemoryStore()
+    records = [MessageRecord("s", {"role": "user", "content": text}, 0.0, position) for text in texts]
+    store.append(NAMESPACE, [NewEntry("s", encode(record)) for record in records])
+    found = read_session(store, "s")
+    assert [(said.position, said.message["content"]) for said in found.history] == [(0, texts[0]), (1, texts[1])]
 
 
 def test_a_damaged_record_at_the_end_is_no_other_client() -> None:
@@ -274,6 +306,7 @@ def test_what_is_put_during_a_pause_is_discarded_and_nothing_else() -> None:
         outbox.put(ClientView("s"), [Said(0, {"role": "user", "content": "one"})])
         time.sleep(0.1)  # the thread has seen it
     assert outbox.settle("s", 60.0) and outbox._bytes == 0
+    time.sleep(0.1)  # the thread finds nothing to write
     with outbox.paused("s", 60.0):
         outbox.put(ClientView("other"), [Said(0, {"role": "user", "content": "one"})])
     assert outbox.settle("other", 60.0)
@@ -320,6 +353,31 @@ def test_what_shows_gaps_is_bounded_too() -> None:
     store.failing = set()
     outbox.close(60.0)
     assert len(read_session(store, "first").history) == 1
+
+
+def test_of_turns_that_were_dropped_nothing_waits_but_what_shows_the_gap(caplog: pytest.LogCaptureFixture) -> None:
+    store, view = FailingStore("append"), ClientView("s")
+    outbox = Outbox(lambda: store, max_bytes=4_000)
+    for position in range(100):
+        outbox.put(view, [Said(position, {"role": "user", "content": "A" * 1_000})])
+    assert len(outbox._queue) < 10
+    wait_until(lambda: outbox._failures > 0)
+    store.failing = set()
+    outbox.close(60.0)
+    found = read_session(store, "s")
+    assert found.next_position == 100
+    assert sum("more than 4000 bytes of messages wait" in message for message in caplog.messages) == 1
+    dropped = 100 - len(found.history)
+    assert caplog.messages[-1] == f"agentspec: the session store is back; {dropped} messages were dropped"
+
+
+def test_what_is_stored_at_once_behind_another_clients_messages_is_a_conflict() -> None:
+    store = MemoryStore()
+    outbox = Outbox(lambda: store)
+    outbox.put_now(ClientView("s"), [Said(0, {"role": "user", "content": "one"})], None, 60.0)
+    with pytest.raises(SessionConflictError):
+        outbox.put_now(ClientView("s"), [Said(0, {"role": "user", "content": "two"})], None, 60.0)
+    outbox.close(60.0)
 
 
 def test_a_thread_that_cannot_start_is_started_with_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import AsyncAgentClient, Session, SessionConflictError, StoreUnavailableError
+from agentspec import AsyncAgentClient, Reply, Session, SessionConflictError, Stage, StoreUnavailableError
 from agentspec.cache.store import open_store
 from agentspec.client.history.outbox import NAMESPACE
 from agentspec.testing.redis_server import RedisServer
@@ -49,6 +49,40 @@ def test_the_second_client_gets_a_conflict_before_anything_is_sent(server: FakeS
         with pytest.raises(SessionConflictError):
             theirs.chat("four")
     assert [position for position, _ in stored(store)] == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("loop", "arguments"), [("best_of", (2, lambda reply: 1.0)), ("pipeline", ([Stage("plan", "Plan:")],))]
+)
+def test_a_loop_of_the_second_client_gets_a_conflict_before_anything_is_sent(
+    server: FakeServer, loop: str, arguments: Any
+) -> None:
+    store = open_store("memory://")
+    with connect(server, store) as first, connect(server, store) as second:
+        mine = second.session("s")
+        mine.load()
+        first.session("s").chat("one")
+        with pytest.raises(SessionConflictError):
+            getattr(mine, loop)("two", *arguments)
+    assert len(server.chats) == 1
+
+
+def test_a_loop_during_which_another_client_writes_gets_a_conflict(server: FakeServer) -> None:
+    store = open_store("memory://")
+    with connect(server, store) as first, connect(server, store) as second:
+        mine, theirs = second.session("s"), first.session("s")
+
+        def meanwhile(reply: Reply) -> float:
+            theirs.chat("meanwhile")
+            return 1.0
+
+        with pytest.raises(SessionConflictError):
+            mine.best_of("one", 1, meanwhile)
+        again = second.session("t")
+        theirs = first.session("t")
+        critic = lambda reply: None if meanwhile(reply) else "again"  # noqa: E731
+        with pytest.raises(SessionConflictError):
+            again.pipeline("one", [Stage("plan", "Plan:", critic=critic)])
 
 
 def test_a_session_that_the_store_has_lost_is_not_put_down_to_another_client_alone(server: FakeServer) -> None:

@@ -1,5 +1,6 @@
 """Test the file of samples: it has each exactly once, whatever happens to the process that writes it."""
 
+import gc
 import json
 import math
 import os
@@ -64,6 +65,23 @@ def test_an_epoch_is_read_without_those_before_it(tmp_path: Path, monkeypatch: p
         wanted.append(sample(epoch=3))
         journal.write(wanted[-1])
         check(journal, 14, 14, 14, 1)
+
+
+def test_reading_closes_one_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second time could close a file that another thread has opened meanwhile."""
+    closed, close = list[int](), os.close
+
+    def noted(file: int) -> None:
+        closed.append(file)
+        close(file)
+
+    with Journal(tmp_path / "rollouts.jsonl") as journal:
+        journal.write(sample())
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", noted)
+            assert list(journal.samples()) == [sample()]
+            gc.collect()
+        assert len(closed) == 1
 
 
 def test_every_line_is_utf_8(tmp_path: Path) -> None:

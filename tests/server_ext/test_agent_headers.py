@@ -111,6 +111,12 @@ def test_a_session_in_the_body_wins_over_headers(headers: dict[str, str]) -> Non
     assert (found.session_name, found.parent_session) == ("mine", None)
 
 
+def test_a_session_in_the_body_wins_though_a_second_header_names_it() -> None:
+    """vLLM reads the first header, so the second one is not where the body has it from."""
+    presented = Presented([(b"x-session-id", b"one"), (b"x-session-id", b"mine")])
+    assert identify(tagger().tag({}, presented, session_id="mine")).session_name == "mine"
+
+
 def test_a_parent_in_the_body_wins_over_headers() -> None:
     assert request(CHILDREN[0], parent_session_id="mine").parent_session == key("mine")
 

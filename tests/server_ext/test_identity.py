@@ -162,6 +162,14 @@ class TestTagging:
         assert tagger().tag({}, shown).items() >= (expected | {DETAIL_KEY: True}).items()
         assert DETAIL_KEY not in tagger().tag({}, Presented([(b"x-agentspec-figures", b"summary")]))
 
+    def test_a_call_that_shows_nothing_is_told_apart_and_nothing_else(self) -> None:
+        assert tagger().tag({}, Presented([])).keys() == {CALL_KEY, IDENTITY_KEY}
+
+    @pytest.mark.parametrize("said", [(b"detailed", b"summary"), (b"summary", b"detailed")])
+    def test_of_several_headers_the_first_says_which_figures_are_wanted(self, said: tuple[bytes, ...]) -> None:
+        tagged = tagger().tag({}, Presented([(b"x-agentspec-figures", value) for value in said]))
+        assert (DETAIL_KEY in tagged) == (said[0] == b"detailed")
+
     def test_a_caller_without_a_key_among_keys_shares_nothing(self) -> None:
         for tenant in (None, "acme"):
             found = request(key="", tenant=tenant)

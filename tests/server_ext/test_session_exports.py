@@ -190,7 +190,7 @@ class TestExportAndImport:
             (lambda body: with_turn(body, prompt=[-1]), "turns.0.prompt.0"),
             (lambda body: with_turn(body, prompt=[1.5]), "turns.0.prompt.0"),
             (lambda body: with_turn(body, prompt=[2**31 - 1]), "turns.0.prompt.0"),
-            (lambda body: with_turn(body, response=[VOCABULARY]), "turns.0"),
+            (lambda body: with_turn(body, response=[1, VOCABULARY]), "turns.0"),
             (lambda body: with_turn(body, response=[2**40]), "turns.0.response.0"),
             (lambda body: with_turn(body, created=float("nan")), "turns.0.created"),
             (lambda body: with_turn(body, weights="a\nb"), "turns.0"),

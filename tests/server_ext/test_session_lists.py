@@ -82,6 +82,17 @@ def test_pages_hold_each_session_once(start: Start) -> None:
     assert len(server.call(ADMIN, "GET", params={"limit": 3, **before}).json()["sessions"]) == 2
 
 
+def test_a_page_of_one_session_says_how_to_go_on(start: Start) -> None:
+    server = start(ADA, engines=1)
+    for name in ("one", "two"):
+        server.say(server.identity(ADA, name))
+    first = server.call(ADA, "GET", params={"limit": 1}).json()
+    assert [session["id"] for session in first["sessions"]] == ["two"] and first["next"] is not None
+    behind = server.call(ADA, "GET", params={"limit": 1, "before": first["next"]}).json()
+    assert [session["id"] for session in behind["sessions"]] == ["one"]
+    assert server.call(ADA, "GET", params={"limit": 0}).json() == {"sessions": [], "next": None}
+
+
 def test_a_page_does_not_end_between_sessions_of_one_moment(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start(ADA, engines=1)
     for name in ("first", "one", "two", "three", "latest"):

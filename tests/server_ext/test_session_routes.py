@@ -180,6 +180,18 @@ def test_a_question_too_many_is_refused_and_no_other_is_forgotten(
     assert admin.begin("job257", None, "tenants", session) == {} and len(admin._jobs) == 1
 
 
+def test_a_caller_that_leaves_too_many_answers_keeps_no_other_from_asking(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_admin, "_ABANDONED_SECONDS", 600.0)
+    monkeypatch.setattr(session_admin, "_MOST_OF_OWNER", 2)
+    server = start(ADA, engines=1)
+    admin, session = server.engines[0]._sessions, server.identity(ADA, "one").session
+    answers = [admin.begin(f"job{number}", "owner", "tenants", session) for number in range(3)]
+    assert answers[:2] == [{}, {}] and answers[2]["error"] == "unavailable"
+    assert admin.begin("of another", "other", "tenants", session) == {}
+
+
 def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it would read 350,000 turns for most of a minute, and all lists and erasures would wait."""
     server = start(ADA, engines=1)
@@ -271,6 +283,21 @@ def test_the_log_and_no_caller_is_told_where_the_store_is(
         assert answer.status_code == 503 and "try again" in answer.json()["detail"]
         assert "127.0.0.1" not in answer.text and "operator" not in answer.text and "redis" not in answer.text
         assert "127.0.0.1:1" in caplog.text and "hunter2" not in caplog.text
+
+
+@pytest.mark.parametrize("erases", [True, False])
+def test_who_erases_is_told_what_a_failing_store_still_holds(start: Start, erases: bool) -> None:
+    server = start(ADA, url="redis://127.0.0.1:1/0", engines=1)
+    admin, ada, answer = server.engines[0]._sessions, server.identity(ADA, "one"), dict[str, Any]()
+
+    def ended() -> bool:
+        answer.update(admin.poll("job"))
+        return "error" in answer
+
+    job, arguments = ("erase", ([ada.tenant],)) if erases else ("read", ())
+    assert admin.begin("job", ada.principal, job, ada.session, *arguments) == {}
+    server.wait(ended)
+    assert ("what was stored of it is not erased" in answer["message"]) is erases
 
 
 @pytest.mark.alone
