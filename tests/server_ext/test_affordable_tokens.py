@@ -23,16 +23,6 @@ def test_before_anything_is_measured_a_step_may_draft_a_token_a_row(rows: int) -
     assert cost.affordable_tokens(rows) == rows
 
 
-def test_a_limit_that_leaves_no_token_for_a_step_leaves_one_until_drafts_are_measured() -> None:
-    """Otherwise nothing would ever show what more would take."""
-    cost, machine = StepCost(longest_step=1.3), Machine(0.0001)
-    assert cost.affordable_tokens(3) == 1.0
-    for _ in range(300):
-        drafted = int(cost.affordable_tokens(3))
-        cost.observe(3, drafted, machine.seconds(3, drafted))
-    assert cost.affordable_tokens(3) > 2.0
-
-
 @pytest.mark.parametrize("plain", [0, 6])
 @pytest.mark.parametrize("surcharge", [0.0, 0.003])
 @pytest.mark.parametrize("per_token", [0.0002, 0.0005, 0.002])

@@ -163,8 +163,7 @@ class StepCost:
           unless the mean alone is more.
         - A line says little about steps far beyond the measured ones (on CPUs the time grows faster). So at most
           _GROWTH times the most draft tokens measured fit.
-        - At least ``longest_step`` - 1 tokens for each row fit, and one in all until draft tokens are measured. Until
-          then, no more do.
+        - At least ``longest_step`` - 1 tokens for each row fit. Until draft tokens are measured, no more do.
 
         All durations are means, because on a busy machine single steps without drafts vary as much.
         """
@@ -173,8 +172,7 @@ class StepCost:
         multiple = _longest_multiple(self._longest_step, acceptance_length)
         if self.given is not None:
             return (multiple - 1.0) * rows / self.given
-        tokens, least = 0.0, (self._longest_step - 1.0) * rows
-        most = max((known.most * _alike(rows, known.rows) for known in self._row_times.values()), default=0.0)
+        tokens = 0.0
         times = self._nearest(rows)
         if times is not None:
             usual, unit = times.usual, times.usual.seconds / times.rows
@@ -186,8 +184,9 @@ class StepCost:
             tokens = (
                 (usual.drafted + (_aimed_share(usual) * multiple * plain - usual.seconds) / slope) * rows / times.rows
             )
+            most = max(known.most * _alike(rows, known.rows) for known in self._row_times.values())
             tokens = min(tokens, _GROWTH * most)
-        return max(tokens, least if most else max(least, 1.0))
+        return max(tokens, (self._longest_step - 1.0) * rows)
 
     def stats(self) -> dict[str, Any]:
         """Return the current estimate as JSON, for as many rows as the latest step had.
