@@ -5,7 +5,7 @@ import gzip
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -48,7 +48,16 @@ def is_path(name: str) -> bool:
 
 def weight_files(folder: Path) -> list[tuple[str, int, int]]:
     """Return names, sizes and change times of a model's weight files, because training may change them in place."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin")]
+    return _files_of(folder, (".safetensors", ".bin"))
+
+
+def text_files(path: Path) -> list[tuple[str, int, int]]:
+    """Return the same of a model's tokenizer, chat template and config, or of a tokenizer's file."""
+    return _files_of(path, (".json", ".jinja", ".model", ".txt"))
+
+
+def _files_of(path: Path, suffixes: Collection[str]) -> list[tuple[str, int, int]]:
+    files = [file for file in sorted(path.iterdir()) if file.suffix in suffixes] if path.is_dir() else [path]
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
@@ -60,6 +69,20 @@ def expand_home(path: str | Path) -> Path:
         raise OSError(errno.ENOENT, "there is no such home folder", str(path)) from None
 
 
+def resolved(path: Path) -> Path:
+    """Return a path without links. Raises OSError for links that lead to each other."""
+    try:
+        return path.resolve()
+    except RuntimeError:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+
+
+def unfinished_copy(path: Path) -> Path:
+    """Return the path of the new file that `replacing` writes. A killed process leaves it there."""
+    target = resolved(path)
+    return target.with_name(target.name + ".part")
+
+
 @contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     """Yield the path of a new file, which replaces ``path`` when the block ends.
@@ -68,8 +91,7 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     ``path``. If ``path`` is a link, the file that it names is replaced. sync: whether ``path`` is the whole old or the
     whole new file even after a power failure.
     """
-    target = path.resolve()
-    part = target.with_name(target.name + ".part")
+    target, part = resolved(path), unfinished_copy(path)
     try:
         yield part
         if sync:

@@ -144,3 +144,10 @@ def test_a_folder_that_nobody_writes_and_one_without_locks_are_not_locked(
             patch.setattr(place, lambda *_, code=code: (_ for _ in ()).throw(OSError(code, "no")))
             with locked(tmp_path, lambda: pytest.fail("busy")):
                 assert tmp_path.is_dir()
+
+
+def test_links_that_lead_to_each_other_are_an_error_that_names_the_path(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OSError, match="loop") as error, replacing(tmp_path / "loop"):
+        pass
+    assert error.value.errno == errno.ELOOP

@@ -4,6 +4,7 @@ import importlib
 import math
 import operator
 import os
+import random
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from agentspec.cli.tables import print_table
 from agentspec.errors import ConfigurationError
+from agentspec.files import expand_home, resolved
 
 if TYPE_CHECKING:
     from agentspec.rollout import EpochFigures, Journal, Plan, Problem, RolloutGenerator
@@ -130,6 +132,7 @@ def rollout(
     options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager}
     drafting = _given(verify_cost=verify_cost, max_draft=max_draft)
     options |= _drafting_options(given, plain, drafting, here=ray is None)
+    _check_record(out, options.get("additional_config", {}))
     options |= given | _given(
         dtype=None if dtype == "auto" else dtype,
         enforce_eager=enforce_eager or None,
@@ -140,6 +143,8 @@ def rollout(
     sampling_params(Sampling(temperature, top_p, max_tokens))  # what vLLM refuses, before its start takes minutes
     with _opened(out) as journal:
         journal.check_sampling(distribution(model, plan))
+        if len(journal) and isinstance(options.get("seed"), int):  # or the engine repeats samples of earlier runs
+            options["seed"] = random.Random(f"{options['seed']} {len(journal)}").getrandbits(31)
         # slow, so only once the arguments are known to be good
         started = OfflineEngine.start(model, **options) if ray is None else RayEngine.start(model, ray, **options)
         generator = RolloutGenerator(
@@ -154,7 +159,10 @@ def rollout(
         try:
             table = _sample(generator, tasks, plan, write_epoch)
         except KeyboardInterrupt:
-            found = f"{len(journal)} samples are in {out}; run the command again to go on"
+            moved = "" if journal.path == out.absolute() else f" with --out {journal.path}"
+            found = (
+                f"{len(journal)} samples are in {journal.path if moved else out}; run the command again{moved} to go on"
+            )
             typer.echo(f"agentspec: interrupted: {found}", err=True)
             raise
         started.close()
@@ -237,6 +245,15 @@ def _check_out(out: Path, problems: Path) -> None:
             raise ConfigurationError(f"--out {out}: what vLLM logs is written there, too; give a file of its own")
 
 
+def _check_record(out: Path, additional: dict[str, Any]) -> None:
+    """Raise ConfigurationError if the engine's record of its steps would be written into the file of the samples."""
+    from agentspec.server_ext.settings import load_settings
+
+    record = load_settings(additional).record
+    if record is not None and resolved(expand_home(record)) == resolved(out):
+        raise ConfigurationError(f"--out {out}: the setting record (AGENTSPEC_RECORD) names it, too; give another file")
+
+
 def _opened(out: Path) -> "Journal":
     from agentspec.rollout import Journal
 
@@ -260,8 +277,7 @@ def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, An
 
     additional = _object(given, "additional_config")
     drafting = _object(additional, "agentspec") | settings
-    if not plain:
-        _check_settings(additional | {"agentspec": drafting}, here)  # before vLLM is imported, which takes long
+    _check_settings(additional | {"agentspec": drafting}, here)  # before vLLM is imported, which takes long
     method = _object(given, "speculative_config") or None
     options = rollout_options(speculative_config=method, **drafting)
     if plain:

@@ -13,7 +13,7 @@ import typer
 
 from agentspec.addresses import without_secrets
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
-from agentspec.files import create_private, replacing
+from agentspec.files import create_private, replacing, resolved
 from agentspec.protocol import ROUTE
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -168,7 +168,7 @@ def write_private(path: Path, data: bytes) -> None:
     if path.exists() and not path.is_file():  # a pipe or a device; /dev/stdout leads to a pipe that has no name
         path.write_bytes(data)
         return
-    target = path.resolve()
+    target = resolved(path)
     warning = create_private(target) if target.exists() else None
     with replacing(path) as part:
         create_private(part)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentspec.errors import InvalidInputError
-from agentspec.files import replacing
+from agentspec.files import replacing, unfinished_copy
 from agentspec.rollout.samples import Key, Sample, as_text, line_of, may_be_cut_off, parse_sample
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Journal:
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode) and not path.samefile(os.devnull):
                 raise InvalidInputError(f"{path}: is a pipe or a device, which cannot be read again; give a file")
+            unfinished_copy(path).unlink(missing_ok=True)  # of a process that was killed
             end = self._end_of_whole_lines()
             for number, (begin, sample) in enumerate(self._read(end=end), 1):
                 self._check_is_new(sample, f"line {number}")
@@ -139,6 +140,9 @@ class Journal:
         except OSError as error:
             why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
             raise OSError(error.errno, f"{why}; {otherwise}", str(path)) from error
+        self._go_on_in(file)
+
+    def _go_on_in(self, file: int) -> None:
         self.close()
         self._file = file
         self._begins.clear()  # its lines may have other lengths
@@ -154,7 +158,9 @@ class Journal:
                     for sample in self.samples():
                         new.write(line_of(samples.get(sample.key, sample)))
         except BaseException:
-            if file >= 0:
+            if file >= 0 and _is_at(file, path):  # Ctrl-C came once it was in place
+                self._go_on_in(file)
+            elif file >= 0:
                 os.close(file)
             raise
         return file
@@ -210,10 +216,7 @@ class Journal:
 
     def _is_at_path(self) -> bool:
         """Return whether the open file still has its name, which another process's `replace` may give to a new one."""
-        try:
-            return os.path.samestat(os.fstat(self._file), self.path.stat())
-        except FileNotFoundError:
-            return False
+        return _is_at(self._file, self.path)
 
     def _close_in_forked_processes(self) -> None:
         this = weakref.ref(self)
@@ -308,6 +311,14 @@ class _Lines(io.RawIOBase):
         read = os.preadv(self._file, [buffer], self._at)
         self._at += read
         return read
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Return whether an open file has this name."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _lock(file: int) -> None:

@@ -8,6 +8,8 @@ part behind the session's previous prompt and response. With a tokenizer, a reco
 in place of token ids. Other fields are ignored, and so are fields that are null.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentspec.cache.arguments import MAX_VOCAB, as_tokens
 from agentspec.cache.types import Int32Array
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, first_line
-from agentspec.identifiers import MAX_ID_LENGTH, check_ids
+from agentspec.identifiers import check_ids
 from agentspec.json_lines import read_objects, whole
 
 Progress = Callable[[int], None]
@@ -169,7 +171,7 @@ def _call(
             )
         prompt = np.concatenate([before, prompt])
     if tenant is not None and record.tenant is not None:  # sessions of several tenants may have one name
-        session = f"{record.tenant}/{session}"[-MAX_ID_LENGTH:]
+        session = hashlib.sha256(json.dumps([record.tenant, session]).encode()).hexdigest()
     return Call(line, session, record.turn, group, owner, prompt, response)
 
 

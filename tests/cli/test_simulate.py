@@ -99,7 +99,13 @@ def test_sessions_of_two_tenants_stay_apart_although_both_count_for_one(tmp_path
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     calls = list(read_calls(file, tenant="x"))
     assert calls[2].prompt.tolist() == [1, 2, 3, 4]
-    assert [(call.tenant, call.session) for call in calls] == [("x", "a/s"), ("x", "b/s"), ("x", "a/s")]
+    first, other, again = (call.session for call in calls)
+    assert first == again != other and {call.tenant for call in calls} == {"x"}
+    alike = [("a", "b/c"), ("a/b", "c"), ("a", "s" * 256), ("b", "s" * 256)]
+    tokens = {"prompt_token_ids": [1], "response_token_ids": [2]}
+    lines = [{"tenant": owner, "session": session, **tokens} for owner, session in alike]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len({call.session for call in read_calls(file, tenant="x")}) == 4
 
 
 def test_sessions_help_each_other_unless_the_scope_is_narrowed(simulate: Program, conversations: Path) -> None:

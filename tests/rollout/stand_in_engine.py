@@ -28,6 +28,7 @@ class Engine:
             model_config=model,
             speculative_config=spec,
             cache_config=SimpleNamespace(cache_dtype="auto"),
+            load_config=SimpleNamespace(load_format="auto"),
         )
         self.told: list[tuple[int, tuple[str, ...]]] = []  # (requests so far, what the worker was told)
         self.resets: list[int] = []  # requests so far, at each reset of the prefix cache

@@ -178,6 +178,40 @@ def test_an_interrupted_rollout_says_how_to_go_on(
     assert f"interrupted: 6 samples are in {out}; run the command again to go on" in capsys.readouterr().err
 
 
+def test_the_seed_of_an_engine_repeats_no_samples_of_an_earlier_run(
+    monkeypatch: pytest.MonkeyPatch, problems: Path
+) -> None:
+    """The engine's random numbers begin anew with each run."""
+    base = [str(problems), "--out", str(problems.parent / "out.jsonl"), "--engine", '{"seed": 5}', "--samples"]
+    first, second, third = (command(monkeypatch, *base, samples)["seed"] for samples in ("1", "2", "3"))
+    assert first == 5 and len({first, second, third}) == 3
+
+
+def test_an_interrupted_rollout_names_the_file_to_which_its_samples_went(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
+) -> None:
+    (problems.parent / "weights_that_move.py").write_text(
+        "import os\n\ndef load(llm, epoch):\n    if epoch == 1:\n        os.replace('out.jsonl', 'moved.jsonl')\n"
+        "        open('out.jsonl', 'w').close()\n    if epoch == 2:\n        raise KeyboardInterrupt\n"
+    )
+    monkeypatch.chdir(problems.parent)
+    options = ("--samples", "3", "--epochs", "4", "--update-weights", "weights_that_move:load")
+    assert not command(monkeypatch, str(problems), "--out", "out.jsonl", *options)
+    found = problems.parent / "out.1.jsonl"
+    assert f"6 samples are in {found}; run the command again with --out {found} to go on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["out.jsonl", "./out.jsonl", "link.jsonl"])
+def test_samples_and_the_record_of_steps_are_not_written_into_one_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path, given: str
+) -> None:
+    monkeypatch.chdir(problems.parent)
+    Path("link.jsonl").symlink_to("out.jsonl")
+    monkeypatch.setenv("AGENTSPEC_RECORD", given)
+    assert not command(monkeypatch, str(problems), "--out", "out.jsonl")
+    assert "--out out.jsonl: the setting record (AGENTSPEC_RECORD) names it, too" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_hold_samples_is_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], problems: Path
 ) -> None:
@@ -266,7 +300,6 @@ def test_engine_options_go_together_with_the_others(
     made = command(monkeypatch, *base, "--engine", json.dumps(native))
     assert made["speculative_config"] == native["speculative_config"]
     assert made["additional_config"] == {"agentspec": {"verify_cost": 0.02, "max_draft": 4}}
-    assert made["seed"] == 5
     limit = '{"additional_config": {"agentspec": {"max_draft": 8}}}'
     assert command(monkeypatch, *base[:3], "--engine", limit)["additional_config"]["agentspec"]["max_draft"] == 8
     assert command(monkeypatch, *base, "--engine", limit)["additional_config"]["agentspec"]["max_draft"] == 4
@@ -284,6 +317,7 @@ def test_a_plain_rollout_checks_what_it_leaves_out(
     for wrong, said in (
         (("--max-draft", "-4"), "got -4"),
         (("--verify-cost", "7"), "verify_cost"),
+        (("--engine", '{"additional_config": {"agentspec": {"store": "foo"}}}'), "unknown kind of store"),
         (("--engine", '{"additional_config": {"agentspec": {"history_windwo": "2 weights"}}}'), "history_windwo"),
     ):
         assert not command(monkeypatch, *base, *wrong)

@@ -76,6 +76,7 @@ def test_weights_that_changed_in_their_place_are_told(tmp_path: Path, caplog: py
             'hf_overrides "", and this rollout asks for "{\\"eps\\": 0.5}";',
         ),
         ("cache_config", "cache_dtype", "fp8", 'kv_cache_dtype "auto", and this rollout asks for "fp8";'),
+        ("load_config", "load_format", "dummy", "random_weights false, and this rollout asks for true;"),
     ],
 )
 def test_samples_of_a_model_that_was_loaded_otherwise_are_not_mixed(

@@ -174,11 +174,12 @@ def test_kill_9_loses_no_finished_sample_and_repeats_none(tmp_path: Path) -> Non
     assert len(keys) > 5 and keys == [Key("p", 0, number) for number in range(len(keys))]
 
 
-def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("free", [20, 1])
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
         journal.write(sample(0))
-        whole, write, room = path.read_bytes(), os.write, 20
+        whole, write, room = path.read_bytes(), os.write, free
 
         def full(file: int, data: bytes) -> int:
             """Write as much as there is room for. Raise an error if there is none, as a file system does."""
@@ -287,3 +288,31 @@ def test_a_file_whose_name_another_one_has_goes_on_under_a_new_name(tmp_path: Pa
     assert path.read_text() == "mine\n"
     with Journal(tmp_path / "rollouts.1.jsonl") as journal:
         assert len(journal) == 2
+
+
+def test_a_copy_that_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.jsonl.part").write_text("half of the samples")
+    with Journal(tmp_path / "rollouts.jsonl"):
+        assert [path.name for path in tmp_path.iterdir()] == ["rollouts.jsonl"]
+
+
+def test_an_interruption_behind_the_replacement_goes_on_in_the_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal would take its own new file for another program's, and write all samples again."""
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        journal.write(sample(0))
+        replace = Path.replace
+
+        def interrupted(part: Path, target: Path) -> None:
+            replace(part, target)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            journal.replace({sample(0).key: sample(0)})
+        monkeypatch.undo()
+        journal.write(sample(1))
+        assert [each.sample for each in journal.samples()] == [0, 1]
+    assert [file.name for file in tmp_path.iterdir()] == ["rollouts.jsonl"]

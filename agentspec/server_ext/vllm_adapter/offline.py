@@ -83,7 +83,8 @@ class OfflineEngine:
     """Start, step and abort requests. llm: a ``vllm.LLM``.
 
     model: the model's name, as the caller of ``start`` gave it. loaded: revision, number formats, quantization and
-    overrides of its config with which vLLM loaded it, because they change its answers.
+    overrides of its config with which vLLM loaded it, because they change its answers, and whether its weights are
+    random.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -98,6 +99,7 @@ class OfflineEngine:
             "quantization": model.quantization,
             "kv_cache_dtype": self._engine.vllm_config.cache_config.cache_dtype,
             "hf_overrides": overrides_text(model.hf_overrides),
+            "random_weights": str(self._engine.vllm_config.load_config.load_format) == "dummy",
         }
         self._max_model_len: int = model.max_model_len
         self._vocabulary: int = model.get_vocab_size()
