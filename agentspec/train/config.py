@@ -63,7 +63,7 @@ class StoreSource(Section):
     type: Literal["store"]
     url: str
     tenant: str | None = None
-    newest: int | None = Field(default=None, ge=1)
+    newest: int | None = Field(default=None, ge=1, lt=2**63)
     """Number of newest turns to read; None: all."""
     model_key: str | None = None
     """The server's setting ``model_key``, if it has one."""
@@ -79,7 +79,7 @@ class PromptsSource(Section):
 
     type: Literal["prompts"]
     path: File
-    max_tokens: int = Field(default=1024, ge=2)
+    max_tokens: int = Field(default=1024, ge=2, lt=2**31)
     temperature: float = Field(default=0.0, ge=0.0)
     engine: dict[str, Any] = {}
     """Keyword arguments of ``vllm.LLM``."""
@@ -140,9 +140,9 @@ class Scheduler(Section):
 class Optimizer(Section):
     """Set up AdamW."""
 
-    lr: float = Field(default=1e-3, gt=0.0)
+    lr: float = Field(default=1e-3, gt=0.0, le=1e36)
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
-    weight_decay: float = Field(default=0.1, ge=0.0)
+    weight_decay: float = Field(default=0.1, ge=0.0, le=1e36)
 
 
 class Checkpoint(Section):
@@ -157,9 +157,9 @@ class TrainingConfig(Section):
 
     type: Literal["arctic-lstm-speculator", "arctic-mlp-speculator"] = "arctic-lstm-speculator"
     seed: int = Field(default=42, ge=0, lt=2**63)
-    micro_batch_size: int = Field(default=8, ge=1)
+    micro_batch_size: int = Field(default=8, ge=1, lt=2**31)
     """Pieces of responses in one forward pass, each of at most 256 positions."""
-    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    gradient_accumulation_steps: int = Field(default=1, ge=1, lt=2**31)
     train_iters: int = Field(ge=1, lt=2**31)
     loss: Literal["lk", "cross_entropy"] = "lk"
     model: Model

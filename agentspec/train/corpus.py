@@ -12,15 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from agentspec.cache.store import LogNames, open_store
-from agentspec.cache.types import Int32Array
 from agentspec.errors import InvalidInputError
-from agentspec.files import replacing, weight_files
+from agentspec.files import replacing, text_files, weight_files
 from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key, overrides_text
 from agentspec.server_ext.settings import Settings
@@ -70,8 +68,9 @@ def folder_of(config: TrainingConfig, sizes: Sequence[int] | None = None) -> Pat
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
     files = [_digest(path, size) for path, size in zip(paths, sizes, strict=True)]
     name, folder = config.model.name_or_path, Path(config.model.name_or_path)
-    model = [str(folder.resolve()), weight_files(folder)] if folder.is_dir() else name
-    key = json.dumps([data, files, model, config.model.dtype], sort_keys=True)
+    model = [str(folder.resolve()), weight_files(folder), text_files(folder)] if folder.is_dir() else name
+    tokenizers = [text_files(path) for path in _tokenizers(config.data) if path.exists()]
+    key = json.dumps([data, files, model, tokenizers, config.model.dtype], sort_keys=True)
     return config.data.cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -123,20 +122,14 @@ def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
 def _apart(sources: list[list[Conversation]], held_out: list[Conversation]) -> Corpus:
     """Return both parts. Take the sessions that are held out, too, out of the conversations to train on.
 
-    sources: the conversations to train on, by source. Sessions are the same if they have the same name and one's text
-    begins with the other's, because a source may have a session up to a later turn. The name alone proves nothing: two
-    files may both number their prompts. Raises InvalidInputError if none is left to train on.
+    sources: the conversations to train on, by source. Sessions are the same if they have the same name and the same
+    first prompt: a source may have a session up to a later turn, or another answer to a prompt. The name alone proves
+    nothing: two files may both number their prompts. Raises InvalidInputError if none is left to train on.
     """
-    texts: dict[str, list[Int32Array]] = {}
-    for conversation in held_out:
-        texts.setdefault(conversation.session, []).append(conversation.tokens)
+    prompts = {(conversation.session, _prompt(conversation)) for conversation in held_out}
     left: list[Conversation] = []
     for source in sources:
-        both = {
-            each.session
-            for each in source
-            if any(_begin_alike(each.tokens, text) for text in texts.get(each.session, ()))
-        }
+        both = {each.session for each in source if (each.session, _prompt(each)) in prompts}
         if both:
             logger.info("agentspec: %d sessions are held out, so they are not trained on", len(both))
         left += [conversation for conversation in source if conversation.session not in both]
@@ -148,9 +141,8 @@ def _apart(sources: list[list[Conversation]], held_out: list[Conversation]) -> C
     return Corpus(left, held_out)
 
 
-def _begin_alike(one: Int32Array, other: Int32Array) -> bool:
-    length = min(len(one), len(other))
-    return np.array_equal(one[:length], other[:length])
+def _prompt(conversation: Conversation) -> bytes:
+    return conversation.tokens[: conversation.responses[0][0]].tobytes()
 
 
 def _not_empty(sources: list[list[Conversation]], field: str, data: Data) -> list[Conversation]:
@@ -207,6 +199,12 @@ def _stored(source: StoreSource, model: Model) -> list[Conversation]:
 
 def _all(data: Data) -> list[Source]:
     return [*data.sources, *data.eval_sources]
+
+
+def _tokenizers(data: Data) -> list[Path]:
+    """Return what the sources give as tokenizers, which may be paths."""
+    named = [None if isinstance(source, PromptsSource) else source.tokenizer for source in _all(data)]
+    return [Path(name) for name in named if name is not None]
 
 
 def _files(data: Data) -> list[Path]:

@@ -30,7 +30,7 @@ from agentspec.train.evaluate import Acceptance, measure
 from agentspec.train.files import make_folder, readable, writable
 from agentspec.train.generate import answer_prompts
 from agentspec.train.hidden_states import HiddenStates, Target, extract, target_shape
-from agentspec.train.trainer import Trainer, sizes_at_start, speculator_config
+from agentspec.train.trainer import Trainer, checkpoint_file, of_another_run, speculator_config, started_run
 
 REPORT = "report.json"
 _LOG_SECONDS = 60.0
@@ -45,6 +45,7 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
     out = config.checkpoint.output_dir
     with _folder(out), locked(out, partial(_refuse_busy, out)):
         if (out / REPORT).exists():
+            checkpoint_file(config).unlink(missing_ok=True)  # of a run that was killed at its very end
             raise ConfigurationError(f"checkpoint.output_dir: {out} holds a finished speculator; name another folder")
         if (out / "config.json").exists() and read_config(out).get("model_type") != MODEL_TYPE:
             raise ConfigurationError(
@@ -161,13 +162,17 @@ class _Run:
     def _data_of(config: TrainingConfig, bars: _Bars) -> tuple[list[int], Path]:
         """Return the sizes of the sources' files in bytes, and the folder that caches what is computed from them.
 
-        A resumed run keeps the data that it gathered at its start, even if its files have grown.
+        A resumed run keeps the data that it gathered at its start, even if its files have grown. Raises
+        ConfigurationError if they have changed.
         """
-        now, before = source_sizes(config), sizes_at_start(config)
-        if before is not None and before != now and is_gathered(folder := folder_of(config, before)):
+        now, started = source_sizes(config), started_run(config)
+        if started is not None and started.sizes != now and is_gathered(folder := folder_of(config, started.sizes)):
             bars.console.print("the sources have grown; this training goes on with what it gathered", soft_wrap=True)
-            return before, folder
-        return now, folder_of(config, now)
+            return started.sizes, folder
+        folder = folder_of(config, now)
+        if started is not None and not started.data_key.startswith(folder.name):  # before hours of work on other data
+            raise of_another_run(config)
+        return now, folder
 
     @contextmanager
     def cache(self) -> Iterator[None]:
@@ -213,21 +218,24 @@ class _Run:
             self._bars.console.print(f"going on at step {trainer.step}")
         total, every = self.config.train_iters, self.config.checkpoint.save_every_n_steps
         bar = self._bars.add_task("training", total=total, completed=trainer.step)
-        smooth = 0.0
+        smooth, saved = 0.0, trainer.step
         with _stop_signals() as stops:
-            while trainer.step < total:
+            while trainer.step < total and not stops:
                 loss = trainer.train_step()
                 smooth = loss if smooth == 0.0 else 0.98 * smooth + 0.02 * loss
                 self._bars.update(bar, completed=trainer.step, description=f"training, loss {smooth:.3f}")
-                stopped = bool(stops)  # read once: a signal during the next lines must not stop an unsaved step
-                if trainer.step % every == 0 or stopped:
+                if trainer.step % every == 0 or trainer.step == total or stops:
                     trainer.save()
-                if stopped:
-                    how = f"stopped at step {trainer.step} of {total}, which is saved; run the command again to go on"
-                    self._bars.console.print(how, soft_wrap=True)
-                    raise KeyboardInterrupt
+                    saved = trainer.step
+            if stops:
+                if saved != trainer.step:  # the signal came behind the question whether there was one
+                    trainer.save()
+                how = f"stopped at step {trainer.step} of {total}, which is saved; run the command again to go on"
+                self._bars.console.print(how, soft_wrap=True)
+                raise KeyboardInterrupt
         # Round the weights to the target's dtype, so that the acceptance is measured on the weights that are saved.
         trainer.speculator.to(self.target.dtype).float()
+        trainer.check_weights()
         return before, measure(trainer.speculator, held_out)
 
     def _extract(self, conversations: list[Conversation], name: str) -> None:

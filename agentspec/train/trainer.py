@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ PIECE = 256
 ETA = 3.0
 """Speed at which the LK loss turns from divergence to acceptance; the paper's best setting."""
 _MAX_NORM = 1.0
+_SAVED = frozenset({"settings", "data", "speculator", "optimizer", "step", "seconds", "sizes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,21 +174,57 @@ def rate_factor(step: int, total: int, warmup: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
 
 
-def sizes_at_start(config: TrainingConfig) -> list[int] | None:
-    """Return the sizes in bytes that the sources' files had when the resumed run began; None without a checkpoint.
+class StartedRun(NamedTuple):
+    """Hold what a run that was cut off began with.
 
-    Raises InvalidInputError for a damaged checkpoint.
+    sizes: bytes of the sources' files. data_key: identifies the data.
     """
-    file = _checkpoint(config)
+
+    sizes: list[int]
+    data_key: str
+
+
+def started_run(config: TrainingConfig) -> StartedRun | None:
+    """Return what the run that this one resumes began with; None without a checkpoint.
+
+    Raises InvalidInputError for a damaged checkpoint, ConfigurationError for one of other settings.
+    """
+    state = _saved(config, mmap=True)
+    return None if state is None else StartedRun(state["sizes"], state["data"])
+
+
+def checkpoint_file(config: TrainingConfig) -> Path:
+    """Return the file from which a run that was cut off goes on."""
+    return config.checkpoint.output_dir / "training.pt"
+
+
+def _saved(config: TrainingConfig, **options: Any) -> dict[str, Any] | None:
+    """Return what the checkpoint of an earlier run with the same settings holds; None without one."""
+    file = checkpoint_file(config)
     if not file.exists():
         return None
     with readable(file):
-        sizes: list[int] | None = torch.load(file, weights_only=True, mmap=True).get("sizes")
-    return sizes
+        state: dict[str, Any] = torch.load(file, weights_only=True, **options)
+        if not isinstance(state, dict) or not state.keys() >= _SAVED:
+            raise ValueError("no checkpoint of a training")
+    if state["settings"] != _settings(config):
+        raise of_another_run(config)
+    return state
 
 
-def _checkpoint(config: TrainingConfig) -> Path:
-    return config.checkpoint.output_dir / "training.pt"
+def _settings(config: TrainingConfig) -> str:
+    """Return a digest of the settings that a checkpoint must share with a run: all but those of data and folders."""
+    settings = config.model_dump(mode="json", exclude={"checkpoint", "data"})
+    return hashlib.sha256(repr(settings).encode()).hexdigest()
+
+
+def of_another_run(config: TrainingConfig) -> ConfigurationError:
+    """Return the error about a checkpoint of a run that this one cannot resume."""
+    file = checkpoint_file(config)
+    return ConfigurationError(
+        f"checkpoint.output_dir: {file} belongs to a run of other settings or data; name another folder, or remove that"
+        " file"
+    )
 
 
 class Trainer:
@@ -223,23 +260,18 @@ class Trainer:
         self._optimizer = _optimizer(self.speculator, config)
         self._per_step = config.micro_batch_size * config.gradient_accumulation_steps
         self._draws = draws(len(self._pieces), config.seed, 0)
-        self._file = _checkpoint(config)
+        self._file = checkpoint_file(config)
 
     def resume(self) -> bool:
         """Load the checkpoint of an earlier run with the same settings. Return whether there was one.
 
         Raises InvalidInputError for a damaged checkpoint, ConfigurationError for one of other settings or data.
         """
-        if not self._file.exists():
+        state = _saved(self.config, map_location=self._device)
+        if state is None:
             return False
-        with readable(self._file):
-            state = torch.load(self._file, map_location=self._device, weights_only=True)
-            settings = state["settings"]
-        if settings != self._settings():
-            raise ConfigurationError(
-                f"checkpoint.output_dir: {self._file} belongs to a run of other settings or data; "
-                "name another folder, or remove that file"
-            )
+        if state["data"] != self._data_key:
+            raise of_another_run(self.config)
         self.speculator.load_state_dict(state["speculator"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]
@@ -247,9 +279,11 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Write a checkpoint of everything that the rest of the run depends on."""
+        """Write a checkpoint of everything that the rest of the run depends on. Raises as ``check_weights`` does."""
+        self.check_weights()
         state = {
-            "settings": self._settings(),
+            "settings": _settings(self.config),
+            "data": self._data_key,
             "speculator": self.speculator.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "step": self.step,
@@ -263,6 +297,16 @@ class Trainer:
     def forget(self) -> None:
         """Remove the checkpoint at the end of the run."""
         self._file.unlink(missing_ok=True)
+
+    def check_weights(self) -> None:
+        """Raise ConfigurationError if a weight is not finite, so that no such weights are saved."""
+        for parameter in self.speculator.parameters():
+            if not bool(parameter.isfinite().all()):
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise ConfigurationError(
+                    f"optimizer: after update {self.step} the weights are not finite in {dtype}: write a smaller lr or"
+                    " weight_decay"
+                )
 
     def train_step(self) -> float:
         """Update the weights once. Return the mean loss of a draft.
@@ -309,11 +353,6 @@ class Trainer:
         pairs = [lk(logits, target[row]) for logits, row in zip(drafted, rows, strict=True)]
         losses, accepted = (torch.stack(part, dim=1) * there for part in zip(*pairs, strict=True))
         return (losses * worth(accepted)).sum(1).mean()
-
-    def _settings(self) -> str:
-        """Return a digest of the settings that a checkpoint must share with this run: all but ``checkpoint``."""
-        settings: dict[str, Any] = self.config.model_dump(mode="json", exclude={"checkpoint", "data"})
-        return hashlib.sha256(repr((settings, self._data_key)).encode()).hexdigest()
 
 
 def _optimizer(speculator: Speculator, config: TrainingConfig) -> torch.optim.Optimizer:

@@ -132,7 +132,9 @@ def test_a_prompt_that_does_not_fit_is_named_before_any_is_answered(tmp_path: Pa
 
 def test_what_vllm_refuses_all_the_same_is_named(tmp_path: Path, engine: Engine) -> None:
     prompts = '{"prompt": "a"}\n' * 64 + "\n" + json.dumps({"prompt": "x" * 98}) + "\n"
-    with pytest.raises(InvalidInputError, match=r"prompts\.jsonl, line 66, or up to 0 prompts behind it: vLLM .*: The prompt is odd\.$"):
+    with pytest.raises(
+        InvalidInputError, match=r"line 66, or up to 0 prompts behind it: vLLM .*: The prompt is odd\.$"
+    ):
         ask(tmp_path, prompts)
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 64
 

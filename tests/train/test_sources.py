@@ -60,6 +60,19 @@ def test_a_session_of_another_file_is_trained_on_although_it_has_a_held_out_name
     assert [each.tokens[0] for each in gathered(settings, tmp_path / "eval.jsonl").train] == [5, 3]
 
 
+def test_a_prompt_that_is_measured_on_is_not_trained_on_with_another_answer(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    for name, answers in (("eval", {"a": [9]}), ("train", {"a": [8], "b": [8]})):
+        lines = [
+            {"session": session, "prompt_token_ids": [1, 2], "response_token_ids": [*answer, 3, 4]}
+            for session, answer in answers.items()
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings["data"]["sources"] = [{"type": "records", "path": str(tmp_path / "train.jsonl")}]
+    assert [each.session for each in gathered(settings, tmp_path / "eval.jsonl").train] == ["b"]
+
+
 def test_something_is_left_to_train_on(settings: dict[str, Any], calls: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"^data.eval_sources: every session of data.sources is in it; give"):
         gathered(settings, calls)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from agentspec.cli import main
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.speculator import DraftLoop, Speculator, load_speculator
-from agentspec.train import run, trainer
+from agentspec.train import evaluate, run, trainer
 from agentspec.train.config import PromptsSource, TrainingConfig
 from agentspec.train.corpus import folder_of, gather
 from agentspec.train.evaluate import Acceptance, measure
@@ -252,6 +252,95 @@ def test_a_target_that_was_trained_on_in_place_is_read_again(settings: dict[str,
     weights = load_file(copied / "model.safetensors")
     save_file({name: 2 * value for name, value in weights.items()}, copied / "model.safetensors")
     assert folder_of(config) != before
+
+
+@pytest.mark.parametrize("changed", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_another_config_tokenizer_or_template_of_the_target_is_read_anew(
+    settings: dict[str, Any], tmp_path: Path, changed: str
+) -> None:
+    copied = tmp_path / "target"
+    shutil.copytree(settings["model"]["name_or_path"], copied)
+    settings["model"]["name_or_path"] = str(copied)
+    config = TrainingConfig.model_validate(settings)
+    before = folder_of(config)
+    with (copied / changed).open("a") as file:
+        file.write(" ")
+    assert folder_of(config) != before
+
+
+def test_another_tokenizer_of_the_records_is_read_anew(settings: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    settings["data"]["sources"][0]["tokenizer"] = str(tokenizer)
+    config = TrainingConfig.model_validate(settings)
+    before = folder_of(config)
+    tokenizer.write_text('{"version": "1.0"}')
+    assert folder_of(config) != before
+
+
+def test_a_run_that_is_stopped_behind_its_last_update_has_it(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring and writing may take long, and the latest regular save may be hours old."""
+    settings["checkpoint"]["save_every_n_steps"] = 100
+    config = TrainingConfig.model_validate(settings)
+    measure, measured = evaluate.measure, list[int]()
+
+    def stopped(*given: Any) -> Any:
+        measured.append(1)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return measure(*given)
+
+    monkeypatch.setattr(run, "measure", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, QUIET)
+    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(trainer.Trainer, "train_step", lambda _: pytest.fail("an update was lost"))
+    assert train(config, QUIET)["training"]["steps"] == 12
+
+
+def test_a_signal_during_the_last_save_stops_the_run(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainingConfig.model_validate(settings)
+    save = trainer.Trainer.save
+
+    def signalled(self: trainer.Trainer) -> None:
+        save(self)
+        if self.step == 12:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(trainer.Trainer, "save", signalled)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, QUIET)
+    monkeypatch.setattr(trainer.Trainer, "save", save)
+    assert train(config, QUIET)["training"]["steps"] == 12
+
+
+def test_other_settings_or_data_are_noticed_before_anything_is_computed(
+    settings: dict[str, Any], calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = tmp_path / "calls.jsonl"
+    shutil.copy(calls, records)
+    settings["data"]["sources"][0]["path"] = str(records)
+    settings["checkpoint"]["save_every_n_steps"] = 4
+    cut_off_at_six(TrainingConfig.model_validate(settings), monkeypatch)
+    monkeypatch.setattr(run, "gather", lambda *_: pytest.fail("the sources were read"))
+    other = {**settings, "optimizer": {"lr": 0.5}}
+    with pytest.raises(ConfigurationError, match="belongs to a run of other settings or data"):
+        train(TrainingConfig.model_validate(other), QUIET)
+    records.write_text(records.read_text().replace("s1", "t1"))
+    with pytest.raises(ConfigurationError, match="belongs to a run of other settings or data"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
+def test_what_a_run_left_that_was_killed_at_its_very_end_is_removed(settings: dict[str, Any]) -> None:
+    config = TrainingConfig.model_validate(settings)
+    train(config, QUIET)
+    left = config.checkpoint.output_dir / "training.pt"
+    left.write_bytes(b"weights")
+    with pytest.raises(ConfigurationError, match="holds a finished speculator"):
+        train(config, QUIET)
+    assert not left.exists()
 
 
 def test_any_seed_gives_an_order_of_its_own() -> None:

@@ -130,6 +130,27 @@ def test_a_folder_that_cannot_be_written_is_named_at_once(
         train(TrainingConfig.model_validate(settings), QUIET)
 
 
+@pytest.mark.parametrize(("updates", "decay"), [(1, 1e36), (12, 1e36)])
+def test_weights_that_are_not_finite_are_not_saved(settings: dict[str, Any], updates: int, decay: float) -> None:
+    """Loss and gradient are those of before the update."""
+    settings |= {"train_iters": updates, "optimizer": {"lr": 1e36, "weight_decay": decay}}
+    settings["checkpoint"]["save_every_n_steps"] = 1
+    config = TrainingConfig.model_validate(settings)
+    with pytest.raises(ConfigurationError, match=r"^optimizer: after update 1 the weights are not finite in float32"):
+        train(config, QUIET)
+    assert not config.checkpoint.output_dir.exists()
+
+
+def test_a_file_of_something_else_in_the_place_of_the_checkpoint_is_named(settings: dict[str, Any]) -> None:
+    config = TrainingConfig.model_validate(settings)
+    config.checkpoint.output_dir.mkdir()
+    torch.save([1, 2], config.checkpoint.output_dir / "training.pt")
+    with pytest.raises(
+        InvalidInputError, match=r"training\.pt: cannot be read \(no checkpoint of a training\); remove"
+    ):
+        train(config, QUIET)
+
+
 def test_two_trainings_do_not_write_into_one_folder(settings: dict[str, Any], tmp_path: Path) -> None:
     """Otherwise both would write one training.pt, and one would fail because its training.pt.part is gone."""
     config = TrainingConfig.model_validate(settings)
