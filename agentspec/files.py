@@ -72,9 +72,11 @@ def expand_home(path: str | Path) -> Path:
 def resolved(path: Path) -> Path:
     """Return a path without links. Raises OSError for links that lead to each other."""
     try:
-        return path.resolve()
-    except RuntimeError:
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise
+    return path.resolve()
 
 
 def unfinished_copy(path: Path) -> Path:

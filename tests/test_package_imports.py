@@ -6,7 +6,17 @@ from pathlib import Path
 import agentspec
 
 ROOT = Path(agentspec.__file__).parent
-BASE = {"addresses", "awaiting", "draft_figures", "errors", "files", "identifiers", "json_lines", "protocol"}
+BASE = {
+    "addresses",
+    "awaiting",
+    "draft_figures",
+    "errors",
+    "files",
+    "identifiers",
+    "json_lines",
+    "problems",
+    "protocol",
+}
 ALLOWED = {
     "cache": BASE,
     "simulate": BASE | {"cache"},

@@ -132,7 +132,8 @@ def rollout(
     options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager}
     drafting = _given(verify_cost=verify_cost, max_draft=max_draft)
     options |= _drafting_options(given, plain, drafting, here=ray is None)
-    _check_record(out, options.get("additional_config", {}))
+    if not plain:
+        _check_record(out, options["additional_config"])
     options |= given | _given(
         dtype=None if dtype == "auto" else dtype,
         enforce_eager=enforce_eager or None,

@@ -8,10 +8,10 @@
 `agentspec rollout` does this on the command line; docs/rl.md says what it brings.
 """
 
+from agentspec.problems import Problem, read_problems
 from agentspec.rollout.generator import RolloutGenerator, rollout_options
 from agentspec.rollout.journal import Journal
 from agentspec.rollout.plan import EpochFigures, Plan
-from agentspec.rollout.problems import Problem, read_problems
 from agentspec.rollout.ray_engine import RayEngine
 from agentspec.rollout.samples import Key, Sample
 from agentspec.server_ext.vllm_adapter.offline import OfflineEngine

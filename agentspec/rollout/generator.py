@@ -10,9 +10,9 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError, InvalidInputError, RolloutError, first_line
 from agentspec.identifiers import check_session_id
+from agentspec.problems import Problem
 from agentspec.rollout.journal import Journal
 from agentspec.rollout.plan import EpochFigures, Plan, distribution
-from agentspec.rollout.problems import Problem
 from agentspec.rollout.ray_engine import RayEngine
 from agentspec.rollout.rewards import Reward, Rewards
 from agentspec.rollout.samples import Key, Sample, as_text

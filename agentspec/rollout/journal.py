@@ -127,11 +127,11 @@ class Journal:
         names = (self.path.with_suffix(f".{number}{self.path.suffix}") for number in itertools.count(1))
         path = next(path for path in itertools.chain([self.path], names) if not os.path.lexists(path))
         path.parent.mkdir(parents=True, exist_ok=True)
+        former = self.path
         self._put_in_place(path, {}, "it was removed or renamed, and its samples were not written again")
-        what = "was replaced by another file" if path != self.path else "was removed or renamed"
+        what = "was replaced by another file" if path != former else "was removed or renamed"
         message = "agentspec: %s %s while the rollout wrote it; all its samples are in %s now, and the rollout goes on"
-        logger.warning(message, self.path, what, path)
-        self.path = path
+        logger.warning(message, former, what, path)
 
     def _put_in_place(self, path: Path, samples: Mapping[Key, Sample], otherwise: str) -> None:
         """Go on in a new file, in which these samples replace those of their keys. otherwise: what an OSError means."""
@@ -140,11 +140,11 @@ class Journal:
         except OSError as error:
             why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
             raise OSError(error.errno, f"{why}; {otherwise}", str(path)) from error
-        self._go_on_in(file)
+        self._go_on_in(file, path)
 
-    def _go_on_in(self, file: int) -> None:
+    def _go_on_in(self, file: int, path: Path) -> None:
         self.close()
-        self._file = file
+        self._file, self.path = file, path
         self._begins.clear()  # its lines may have other lengths
 
     def _rewritten(self, path: Path, samples: Mapping[Key, Sample]) -> int:
@@ -159,7 +159,7 @@ class Journal:
                         new.write(line_of(samples.get(sample.key, sample)))
         except BaseException:
             if file >= 0 and _is_at(file, path):  # Ctrl-C came once it was in place
-                self._go_on_in(file)
+                self._go_on_in(file, path)
             elif file >= 0:
                 os.close(file)
             raise

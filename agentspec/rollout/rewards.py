@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from agentspec.awaiting import awaited, took_over
 from agentspec.errors import ConfigurationError
-from agentspec.rollout.problems import Problem
+from agentspec.problems import Problem
 from agentspec.rollout.samples import Sample, as_json
 
 logger = logging.getLogger(__name__)

@@ -135,9 +135,8 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
         settings["scope"] = "none"
     has_length = config.get("suffix_speculative_tokens") is not None
     longest = _number(config, "suffix_speculative_tokens", 0) if has_length else 0
-    if longest and (max_draft is None or longest <= max_draft):
-        return Translation(longest, settings)
-    return Translation(_at_least(tokens or 0, max_draft), settings)
+    limit = _at_least(tokens or 0, max_draft)
+    return Translation(min(longest, limit or longest) if longest else limit, settings)
 
 
 def _at_least(tokens: int, max_draft: int | None) -> int | None:

@@ -93,7 +93,7 @@ class SessionAdmin:
         self._step_record = step_record
         self._delete_snapshot = delete_snapshot
         self._jobs: dict[str, _Job] = {}  # by the name that the asker chose, oldest first
-        self._told, self._tell_at = "", 0.0  # the latest error of the store, and when it is logged again
+        self._tell_at = 0.0  # when an error of the store is logged again
 
     def begin(self, job: str, owner: str | None, what: str, *args: Any) -> dict[str, Any]:
         """Begin a job. Returns {}, or an error as ``poll`` does.
@@ -158,12 +158,9 @@ class SessionAdmin:
         return {"value": asdict(value) if isinstance(value, Erasure) else value, "more": False}
 
     def _error_for_caller(self, error: StoreError, erases: bool) -> StoreError:
-        """Return an error of the store without its text, which names hosts, files and users.
-
-        Log it, but the same one only once a minute.
-        """
-        if str(error) != self._told or time.monotonic() >= self._tell_at:
-            self._told, self._tell_at = str(error), time.monotonic() + _TELL_SECONDS
+        """Return an error of the store without its text, which names hosts, files and users. Log it once a minute."""
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + _TELL_SECONDS
             logger.warning("agentspec: a question about sessions cannot be answered: %s", error)
         what = "the store, or a snapshot beside it, is away or refuses this"
         if erases:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from agentspec.cache.store import LogNames, open_store
+from agentspec.cache.types import Int32Array
 from agentspec.errors import InvalidInputError
 from agentspec.files import replacing, text_files, weight_files
 from agentspec.server_ext.identity.server_secrets import server_secret
@@ -122,14 +124,21 @@ def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
 def _apart(sources: list[list[Conversation]], held_out: list[Conversation]) -> Corpus:
     """Return both parts. Take the sessions that are held out, too, out of the conversations to train on.
 
-    sources: the conversations to train on, by source. Sessions are the same if they have the same name and the same
-    first prompt: a source may have a session up to a later turn, or another answer to a prompt. The name alone proves
-    nothing: two files may both number their prompts. Raises InvalidInputError if none is left to train on.
+    sources: the conversations to train on, by source. Sessions are the same if they have the same name and one's first
+    prompt begins with the other's: a source may have a session up to or from a later turn on, or another answer to a
+    prompt. The name alone proves nothing: two files may both number their prompts. Raises InvalidInputError if none is
+    left to train on.
     """
-    prompts = {(conversation.session, _prompt(conversation)) for conversation in held_out}
+    prompts: dict[str, list[Int32Array]] = {}
+    for conversation in held_out:
+        prompts.setdefault(conversation.session, []).append(_prompt(conversation))
     left: list[Conversation] = []
     for source in sources:
-        both = {each.session for each in source if (each.session, _prompt(each)) in prompts}
+        both = {
+            each.session
+            for each in source
+            if any(_begin_alike(_prompt(each), prompt) for prompt in prompts.get(each.session, ()))
+        }
         if both:
             logger.info("agentspec: %d sessions are held out, so they are not trained on", len(both))
         left += [conversation for conversation in source if conversation.session not in both]
@@ -141,8 +150,13 @@ def _apart(sources: list[list[Conversation]], held_out: list[Conversation]) -> C
     return Corpus(left, held_out)
 
 
-def _prompt(conversation: Conversation) -> bytes:
-    return conversation.tokens[: conversation.responses[0][0]].tobytes()
+def _prompt(conversation: Conversation) -> Int32Array:
+    return conversation.tokens[: conversation.responses[0][0]]
+
+
+def _begin_alike(one: Int32Array, other: Int32Array) -> bool:
+    length = min(len(one), len(other))
+    return np.array_equal(one[:length], other[:length])
 
 
 def _not_empty(sources: list[list[Conversation]], field: str, data: Data) -> list[Conversation]:

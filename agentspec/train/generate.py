@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
-from agentspec.rollout.problems import Problem, read_problems
+from agentspec.problems import Problem, read_problems
 from agentspec.server_ext.vllm_adapter.offline import OfflineEngine
 from agentspec.server_ext.vllm_adapter.startup.launch import refusals
 from agentspec.train.config import Model, PromptsSource

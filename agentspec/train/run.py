@@ -166,9 +166,12 @@ class _Run:
         ConfigurationError if they have changed.
         """
         now, started = source_sizes(config), started_run(config)
-        if started is not None and started.sizes != now and is_gathered(folder := folder_of(config, started.sizes)):
-            bars.console.print("the sources have grown; this training goes on with what it gathered", soft_wrap=True)
-            return started.sizes, folder
+        if started is not None and started.sizes != now:
+            folder = folder_of(config, started.sizes)
+            if is_gathered(folder) and started.data_key.startswith(folder.name):
+                how = "the sources have grown; this training goes on with what it gathered"
+                bars.console.print(how, soft_wrap=True)
+                return started.sizes, folder
         folder = folder_of(config, now)
         if started is not None and not started.data_key.startswith(folder.name):  # before hours of work on other data
             raise of_another_run(config)
@@ -218,7 +221,7 @@ class _Run:
             self._bars.console.print(f"going on at step {trainer.step}")
         total, every = self.config.train_iters, self.config.checkpoint.save_every_n_steps
         bar = self._bars.add_task("training", total=total, completed=trainer.step)
-        smooth, saved = 0.0, trainer.step
+        smooth, saved = 0.0, trainer.step or None  # the step of the checkpoint
         with _stop_signals() as stops:
             while trainer.step < total and not stops:
                 loss = trainer.train_step()
@@ -234,8 +237,9 @@ class _Run:
                 self._bars.console.print(how, soft_wrap=True)
                 raise KeyboardInterrupt
         # Round the weights to the target's dtype, so that the acceptance is measured on the weights that are saved.
-        trainer.speculator.to(self.target.dtype).float()
+        trainer.speculator.to(self.target.dtype)
         trainer.check_weights()
+        trainer.speculator.float()
         return before, measure(trainer.speculator, held_out)
 
     def _extract(self, conversations: list[Conversation], name: str) -> None:

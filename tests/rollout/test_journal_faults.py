@@ -290,6 +290,28 @@ def test_a_file_whose_name_another_one_has_goes_on_under_a_new_name(tmp_path: Pa
         assert len(journal) == 2
 
 
+def test_an_interruption_behind_a_new_name_goes_on_under_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        journal.write(sample(0))
+        path.rename(tmp_path / "moved.jsonl")
+        path.touch()  # another program's
+        replace = Path.replace
+
+        def interrupted(part: Path, target: Path) -> None:
+            replace(part, target)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            journal.write(sample(1))
+        monkeypatch.undo()
+        journal.write(sample(1))
+        assert journal.path == tmp_path / "rollouts.1.jsonl"
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["moved.jsonl", "rollouts.1.jsonl", "rollouts.jsonl"]
+
+
 def test_a_copy_that_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl.part").write_text("half of the samples")
     with Journal(tmp_path / "rollouts.jsonl"):

@@ -49,6 +49,8 @@ def test_the_operators_limit_lowers_that_of_the_config() -> None:
     for config, name in (({"method": "suffix"}, "num_speculative_tokens"), (ARCTIC, "suffix_speculative_tokens")):
         longest = [translate({**config, name: tokens}, 16).max_draft for tokens in (8, 16, 64)]
         assert longest == [8, 16, 16]
+    both = {**ARCTIC, "num_speculative_tokens": 5, "suffix_speculative_tokens": 2}
+    assert [translate(both, limit).max_draft for limit in (None, 1, 2, 8)] == [2, 2, 2, 2], "never longer by it"
 
 
 def test_arctic_with_a_parameter_of_the_rule_drafts_by_the_rule() -> None:

@@ -255,6 +255,8 @@ def test_an_older_call_that_ends_last_is_the_one_that_is_known() -> None:
     first, second = metrics.begin("same", None, "one"), metrics.begin("same", None, "two")
     metrics.add_step(first, 3, [0], [0])
     metrics.end(second)
+    third = metrics.begin("same", None, "three")
+    metrics.end(third)
     for number in range(5000):
         metrics.end(metrics.begin(f"other {number}", None))
     metrics.end(first)

@@ -64,6 +64,13 @@ class TestModelTime:
         time.observe(1, 0.0005)
         assert time.seconds(1) == pytest.approx(0.0009), "one of five"
 
+    def test_a_slow_first_run_is_bounded_by_the_quick_ones_with_other_rows(self) -> None:
+        time = ModelTime()
+        time.observe(1, 5.0)
+        for _ in range(3):
+            time.observe(2, 0.001)
+        assert time.seconds(1) == pytest.approx(3 * 0.001) and time.settled
+
     def test_a_pause_in_the_first_run_of_a_size_is_none_either(self) -> None:
         time = ModelTime()
         time.observe(1, 0.001)

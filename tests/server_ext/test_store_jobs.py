@@ -111,10 +111,6 @@ def test_questions_that_a_store_cannot_answer_are_logged_once_a_minute(
     assert [line for line in caplog.messages if "10.0.0.7" in line and "question" in line] == [
         "agentspec: a question about sessions cannot be answered: the store at 10.0.0.7 is gone"
     ]
-    for call in ("namespaces", "sessions", "newest"):
-        monkeypatch.setattr(store, call, Mock(side_effect=StoreUnavailableError("the disk is full")))
-    ask()
-    assert caplog.messages[-1].endswith("cannot be answered: the disk is full"), "another reason is news"
 
 
 def gate(persistence: Persistence) -> Callable[[], None]:

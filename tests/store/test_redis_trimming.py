@@ -80,9 +80,9 @@ def calls(store: RedisStore, what: Callable[[], object], monkeypatch: pytest.Mon
     count, client = [0], store._client
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             count[0] += 1
-            return real(*arguments)
+            return real(*arguments, **named)
 
         return call
 

@@ -73,6 +73,21 @@ def test_a_prompt_that_is_measured_on_is_not_trained_on_with_another_answer(
     assert [each.session for each in gathered(settings, tmp_path / "eval.jsonl").train] == ["b"]
 
 
+def test_a_session_from_a_later_turn_on_is_not_trained_on_where_it_is_measured_on(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """A source may begin in the middle of a session."""
+    turns = [
+        {"session": "s", "prompt_token_ids": [1, 2], "response_token_ids": [3, 4]},
+        {"session": "s", "turn": 1, "prompt_token_ids": [1, 2, 3, 4, 5], "response_token_ids": [6, 7, 8]},
+    ]
+    other = {"session": "t", "prompt_token_ids": [1, 2], "response_token_ids": [3, 4]}
+    for name, calls in (("eval", turns), ("train", [turns[1], other])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(call) + "\n" for call in calls))
+    settings["data"]["sources"] = [{"type": "records", "path": str(tmp_path / "train.jsonl")}]
+    assert [each.session for each in gathered(settings, tmp_path / "eval.jsonl").train] == ["t"]
+
+
 def test_something_is_left_to_train_on(settings: dict[str, Any], calls: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"^data.eval_sources: every session of data.sources is in it; give"):
         gathered(settings, calls)

@@ -130,10 +130,10 @@ def test_a_folder_that_cannot_be_written_is_named_at_once(
         train(TrainingConfig.model_validate(settings), QUIET)
 
 
-@pytest.mark.parametrize(("updates", "decay"), [(1, 1e36), (12, 1e36)])
-def test_weights_that_are_not_finite_are_not_saved(settings: dict[str, Any], updates: int, decay: float) -> None:
+@pytest.mark.parametrize("updates", [1, 12])
+def test_weights_that_are_not_finite_are_not_saved(settings: dict[str, Any], updates: int) -> None:
     """Loss and gradient are those of before the update."""
-    settings |= {"train_iters": updates, "optimizer": {"lr": 1e36, "weight_decay": decay}}
+    settings |= {"train_iters": updates, "optimizer": {"lr": 1e36, "weight_decay": 1e36}}
     settings["checkpoint"]["save_every_n_steps"] = 1
     config = TrainingConfig.model_validate(settings)
     with pytest.raises(ConfigurationError, match=r"^optimizer: after update 1 the weights are not finite in float32"):

@@ -155,7 +155,6 @@ class Metrics:
         self.beside_seconds = Histogram()
         self._running: dict[FiguresKey, RequestFigures] = {}
         self._finished: OrderedDict[FiguresKey, RequestFigures] = OrderedDict()
-        self._latest: dict[tuple[str | None, str], FiguresKey] = {}  # by caller and id: the key of the latest figures
         self._finished_bytes = 0
 
     def begin(self, api_id: str, caller: str | None, call: str = "") -> RequestFigures:
@@ -170,7 +169,6 @@ class Metrics:
                 self._finished_bytes -= figures.bytes
             self._running[key] = figures
         figures.running += 1
-        self._latest[caller, api_id] = key
         return figures
 
     def end(self, figures: RequestFigures) -> None:
@@ -179,12 +177,8 @@ class Metrics:
         if figures.running == 0 and self._running.pop(figures.key, None) is not None:
             self._finished[figures.key] = figures
             self._finished_bytes += figures.bytes
-            self._latest.setdefault(figures.key[:2], figures.key)  # a later call of that id may be forgotten already
             while len(self._finished) > _KEPT_REQUESTS or self._finished_bytes > self._max_bytes:
-                (caller, api_id, _), oldest = self._finished.popitem(last=False)
-                self._finished_bytes -= oldest.bytes
-                if self._latest.get((caller, api_id)) == oldest.key:
-                    del self._latest[caller, api_id]
+                self._finished_bytes -= self._finished.popitem(last=False)[1].bytes
 
     def add_step(
         self, figures: RequestFigures, tokens: int, drafted: Sequence[int], accepted: Sequence[int]
@@ -233,13 +227,11 @@ class Metrics:
 
         call: tells API calls with this id apart; None: the one that began last. any_caller: return those of any caller.
         """
-        keys: list[FiguresKey]
-        if any_caller:
-            keys = [key for key in (*self._latest.values(), *self._running) if key[1] == request_id]
-        elif call is not None:
-            keys = [(caller, request_id, call)]
+        if call is not None and not any_caller:
+            key = (caller, request_id, call)
+            found = [figures for each in (self._running, self._finished) if (figures := each.get(key)) is not None]
         else:
-            latest = self._latest.get((caller, request_id))  # None, too, if a later call was forgotten sooner
-            keys = [key for key in self._running if key[:2] == (caller, request_id)] if latest is None else [latest]
-        found = [figures for key in keys if (figures := self._running.get(key) or self._finished.get(key)) is not None]
+            known = (*list(self._running.values()), *list(self._finished.values()))
+            owned = (figures for figures in known if figures.key[1] == request_id)
+            found = [figures for figures in owned if any_caller or figures.key[0] == caller]
         return max(found, key=lambda figures: figures.began).as_dict(request_id) if found else None

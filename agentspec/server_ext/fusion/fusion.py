@@ -210,8 +210,7 @@ class DraftFusion:
         passes.observe(len(rows.states), tokens, seconds)
         if chosen:
             run = _ModelRun(chosen, [-1] * len(chosen), list(range(len(chosen))), answer, seconds)
-            share = worth[tokens - 1] / worth[-1]
-            drafts = self._merge_answer(suffix, run, model.positions, share).drafts
+            drafts = self._merge_answer(suffix, run, model.positions).drafts
         return FusedDrafts(drafts, passes.beyond_least(len(rows.states), tokens))
 
     def _launch(
@@ -237,10 +236,10 @@ class DraftFusion:
         answer = model.launch(engine_rows, wanted)
         return _ModelRun(chosen, forced, unforced, answer, time.perf_counter() - begin)
 
-    def _merge_answer(self, suffix: _SuffixDrafts, run: _ModelRun, width: int, share: float = 1.0) -> FusedDrafts:
+    def _merge_answer(self, suffix: _SuffixDrafts, run: _ModelRun, width: int) -> FusedDrafts:
         """Wait for the answer, merge its alternatives into the suffix drafts, and learn how many tokens that gained.
 
-        width: most tokens of an alternative. share: the run's part of the gain of a run that drafts all tokens.
+        width: most tokens of an alternative.
         """
         rows, drafts, expected = suffix.rows, suffix.drafts, suffix.expected
         begin = time.perf_counter()
@@ -270,8 +269,7 @@ class DraftFusion:
         merged_expected, lengths = merged.expected(), np.diff(merged.offsets).tolist()
         for i in run.rows:
             before, after = (expected[i], bounds[i + 1] - bounds[i]), (merged_expected[i], lengths[i])
-            gain = gained_tokens(before, after, suffix.cost) / share
-            self.scheduler.gains.learn(rows.states[i], expected[i], gain)
+            self.scheduler.gains.learn(rows.states[i], expected[i], gained_tokens(before, after, suffix.cost))
         seconds = run.seconds + time.perf_counter() - begin
         self.runs += 1
         self.rows += len(answer.tokens)

@@ -87,6 +87,9 @@ class ModelTime:
             mean.value, mean.count = min(seconds, mean.value), mean.count + 1
         else:
             mean.add(min(seconds, _OUTLIER * mean.value), _TIME_MEMORY, min(stands_for, _MOST_TIMED))
+        for size, other in self._means.items():  # a slow first run with some rows says nothing about runs with others
+            if other.count < _SETTLING:
+                other.value = min(other.value, _OUTLIER * self._means[rows].value * max(1.0, size / rows))
 
     def seconds(self, rows: int) -> float | None:
         """Return the usual time, interpolated between the numbers of rows seen; None before the first run."""

@@ -122,7 +122,7 @@ class OfflineEngine:
             engine = cls(LLM(model, **{**options, "seed": seed}))
         except AgentSpecError:
             raise
-        except refusals(OSError, TypeError, RuntimeError, AttributeError, KeyError) as error:
+        except refusals(OSError, TypeError, RuntimeError, AttributeError) as error:
             why = f"{first_line(error)}{missing_folder(model)}"
             raise ConfigurationError(f"model {model}: vLLM refuses it or its options: {why}") from error
         engine.model = model  # with HF_HUB_OFFLINE vLLM's own has the folder of the files in place of a hub id

@@ -55,8 +55,7 @@ class BackgroundWriter:
         self._failures = 0  # appends that failed because the whole store was away
         self._refusal_logged = False
         self._lost = False  # whether it was logged that the store is lost, and not yet that it is back
-        # why it was lost, and when that may be logged again, because a full store may be lost and back many times
-        self._why_lost, self._tell_at = "", 0.0
+        self._tell_at = 0.0  # when that may be logged again, because a full store may be lost and back many times
         self._deadline: float | None = None
         lock = threading.Lock()  # never held during a call to the store, so that no caller waits
         self._work, self._settled = threading.Condition(lock), threading.Condition(lock)
@@ -315,9 +314,8 @@ class BackgroundWriter:
             queued, closing = records.queued, self._closing()
         self._breaker.failure(slow=slow)
         now = time.monotonic()
-        is_news = now >= self._tell_at or str(error) != self._why_lost
-        if self._breaker.state == "open" and not self._lost and is_news:
-            self._lost, self._why_lost, self._tell_at = True, str(error), now + _TELL_SECONDS
+        if self._breaker.state == "open" and not self._lost and now >= self._tell_at:
+            self._lost, self._tell_at = True, now + _TELL_SECONDS
             message = "agentspec: the store is lost (%s); %d records wait, decoding goes on without it"
             logger.warning(message, error, queued)
         if closing:

@@ -145,10 +145,11 @@ class RedisClient:
 
     def part(self, key: str) -> str:
         """Return the name of the Cluster's node that has a key; "" for a single server, or if no node is known."""
-        if self._address.form != "cluster" or self._redis is None:
+        client = self._redis or self._redis_for_large
+        if self._address.form != "cluster" or client is None:
             return ""
         try:
-            name: str = self._redis.nodes_manager.get_node_from_slot(self._redis.keyslot(key)).name
+            name: str = client.nodes_manager.get_node_from_slot(client.keyslot(key)).name
         except RedisClusterException:  # no node has the key's slot at the moment
             return ""
         return name
@@ -240,9 +241,9 @@ class RedisClient:
         user: dict[str, Any] = {"username": at.username, "password": at.password}
         # Retry once: pooled connections die with a restarted server, and a server can be slow once. A retry is safe,
         # because reads and removals can be repeated and appends are numbered.
-        retry = (
-            Retry(ExponentialBackoff(cap=0.05, base=0.01), 1, _TRANSIENT) if self._patient else Retry(NoBackoff(), 0)
-        )
+        # Large commands are not repeated after a timeout, which is long.
+        transient = _TRANSIENT if timeout == SOCKET_TIMEOUT else _TRANSIENT[:1]
+        retry = Retry(ExponentialBackoff(cap=0.05, base=0.01), 1, transient) if self._patient else Retry(NoBackoff(), 0)
         if at.form == "cluster":
             nodes = [ClusterNode(host, port) for host, port in at.nodes]  # type: ignore[no-untyped-call]
             return RedisCluster(startup_nodes=nodes, retry=retry, **options, **user)
@@ -280,7 +281,8 @@ class RedisClient:
     def _sentinel_errors(self) -> str:
         """Ping each Sentinel, and return the errors as text. MasterNotFoundError names only their types."""
         errors = []
-        for sentinel in self._redis.connection_pool.sentinel_manager.sentinels:
+        client = self._redis or self._redis_for_large
+        for sentinel in client.connection_pool.sentinel_manager.sentinels:
             try:
                 sentinel.ping()
             except (RedisError, OSError) as error:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from agentspec.cache.store.base import Entry, History, NewEntry, SessionUsage, bad_cursor, cursor_number
 from agentspec.cache.store.redis import scripts
-from agentspec.cache.store.redis.client import RedisClient
+from agentspec.cache.store.redis.client import LARGE, RedisClient
 
 ENTRY_BYTES = 90
 """Bytes that the server needs for an entry beside its payload, in a log that mixes them, measured on Redis 7."""
@@ -110,7 +110,7 @@ class RedisShard:
 
     def sweep(self) -> int:
         """Remove a page of the entries that erased sessions left. Returns how many it removed; 0: none is left."""
-        return int(self._run(scripts.SWEEP, [self.tag, _ROWS, _WALKED]))
+        return int(self._run(scripts.SWEEP, [self.tag, _ROWS, _WALKED], LARGE + 1))  # of which size is not known
 
     def state(self) -> tuple[ShardState, bool, bool]:
         """Return the shard's state, whether it has no keys, and whether entries of erased sessions are left.
@@ -126,7 +126,7 @@ class RedisShard:
         until: milliseconds of the last entry to remove; None: any.
         """
         last = "+" if until is None else until
-        count, removed, state = self._run(scripts.TRIM, [self.tag, ENTRY_BYTES, entries, size, last])
+        count, removed, state = self._run(scripts.TRIM, [self.tag, ENTRY_BYTES, entries, size, last], size)
         return int(count), int(removed), _state(state)
 
     def sessions(self) -> dict[str, SessionUsage]:

@@ -188,3 +188,19 @@ def test_text_parts_of_a_message_are_joined(tmp_path: Path) -> None:
 def test_a_prompt_that_no_model_can_read_is_named(tmp_path: Path, prompt: Any, message: str) -> None:
     with pytest.raises(AgentSpecError, match=rf"problems\.jsonl, line 1: .*{message}"):
         read_problems(written(tmp_path, {"id": "a", "prompt": prompt}))
+
+
+def test_a_tool_that_is_no_text_is_named(tmp_path: Path) -> None:
+    """The tokenizer would refuse it once vLLM has started."""
+    tools = [{"function": {"name": "\ud800"}}]
+    with pytest.raises(AgentSpecError, match=r'line 1: "tools" holds half of a surrogate pair'):
+        read_problems(written(tmp_path, {"id": "a", "messages": CHAT, "tools": tools}))
+
+
+def test_problems_need_no_ids_where_they_are_prompts(tmp_path: Path) -> None:
+    rows = [{"prompt": "x"}, {"id": "own", "prompt": "y"}, {"id": None, "prompt": "z"}]
+    assert [problem.id for problem in read_problems(written(tmp_path, *rows), named=False)] == [
+        "prompt-1",
+        "own",
+        "prompt-3",
+    ]

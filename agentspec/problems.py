@@ -136,7 +136,7 @@ def _problem(place: str, row: dict[str, Any]) -> Problem:
     rest = {name: value for name, value in row.items() if name not in ("id", prompts[0])}
     problem = Problem(check_session_id(identifier, f"{place}: id"), prompt, rest, place)
     try:
-        _ = problem.tools
+        _check_text(f'{place}: "tools"', problem.tools)
     except InvalidInputError as error:
         raise InvalidInputError(f"{place}: {error}") from None
     return problem
@@ -144,10 +144,7 @@ def _problem(place: str, row: dict[str, Any]) -> Problem:
 
 def _prompt(place: str, name: str, prompt: Any) -> Any:
     """Return a prompt, with the text parts of messages joined. Raises InvalidInputError for any other value."""
-    try:
-        json.dumps(prompt, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:  # the tokenizer's error would come once vLLM has started, and speak of types
-        raise InvalidInputError(f"{place} holds half of a surrogate pair, which is no text; remove it") from None
+    _check_text(place, prompt)
     if isinstance(prompt, str) and name == "prompt":
         if prompt:
             return prompt
@@ -160,6 +157,14 @@ def _prompt(place: str, name: str, prompt: Any) -> Any:
         if name != "prompt_token_ids" and all(isinstance(message, dict) and "role" in message for message in prompt):
             return [_message(f"{place}, message {number}", each) for number, each in enumerate(prompt, 1)]
     raise InvalidInputError(f"{place} is neither a text nor messages nor token ids, or it is empty")
+
+
+def _check_text(place: str, value: Any) -> None:
+    """Raise InvalidInputError for half of a surrogate pair, before vLLM starts: the tokenizer would speak of types."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(f"{place} holds half of a surrogate pair, which is no text; remove it") from None
 
 
 def _message(place: str, message: dict[str, Any]) -> dict[str, Any]:
