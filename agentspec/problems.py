@@ -136,7 +136,7 @@ def _problem(place: str, row: dict[str, Any]) -> Problem:
     rest = {name: value for name, value in row.items() if name not in ("id", prompts[0])}
     problem = Problem(check_session_id(identifier, f"{place}: id"), prompt, rest, place)
     try:
-        _check_text(f'{place}: "tools"', problem.tools)
+        _check_text('"tools"', problem.tools)
     except InvalidInputError as error:
         raise InvalidInputError(f"{place}: {error}") from None
     return problem

@@ -193,7 +193,7 @@ def test_a_prompt_that_no_model_can_read_is_named(tmp_path: Path, prompt: Any, m
 def test_a_tool_that_is_no_text_is_named(tmp_path: Path) -> None:
     """The tokenizer would refuse it once vLLM has started."""
     tools = [{"function": {"name": "\ud800"}}]
-    with pytest.raises(AgentSpecError, match=r'line 1: "tools" holds half of a surrogate pair'):
+    with pytest.raises(AgentSpecError, match=r'^[^:]+, line 1: "tools" holds half of a surrogate pair'):
         read_problems(written(tmp_path, {"id": "a", "messages": CHAT, "tools": tools}))
 
 
