@@ -252,14 +252,14 @@ def test_what_goes_while_it_is_read_is_not_missing(
     store.append(NS, [NewEntry("a", b"1", "g"), NewEntry("a", b"2", "g"), NewEntry("b", b"3", "g")])
     run = store._client.run
 
-    def between(script: str, *args: Any) -> Any:
+    def between(script: str, *args: Any, **named: Any) -> Any:
         if script == (scripts.BOUNDS if "session" in what else scripts.GATHER):
             monkeypatch.setattr(store._client, "run", run)
             if change == "erase":
                 store.erase_session(NS, "a", mark=False)
             while change == "trim" and store.trim(Retention(records=1)).more:
                 pass
-        return run(script, *args)
+        return run(script, *args, **named)
 
     monkeypatch.setattr(store._client, "run", between)
     assert [entry.payload for entry in store.read(NS, **what)] == ([] if "session" in what else [b"3"])

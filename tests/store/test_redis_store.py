@@ -258,8 +258,8 @@ def test_no_answer_to_a_read_is_so_large_that_it_takes_long(
         store.append(NS, [NewEntry("s", bytes(size), "g")] * 10)
     answers, run = list[list[bytes]](), store._client.run
 
-    def noted(*arguments: Any) -> Any:
-        answers.append(run(*arguments))
+    def noted(*arguments: Any, **named: Any) -> Any:
+        answers.append(run(*arguments, **named))
         return answers[-1]
 
     monkeypatch.setattr(store._client, "run", noted)
