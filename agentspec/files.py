@@ -93,7 +93,8 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     ``path``. If ``path`` is a link, the file that it names is replaced. sync: whether ``path`` is the whole old or the
     whole new file even after a power failure.
     """
-    target, part = resolved(path), unfinished_copy(path)
+    part = unfinished_copy(path)
+    target = part.with_suffix("")  # without .part
     try:
         yield part
         if sync:

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -290,22 +292,28 @@ def test_a_file_whose_name_another_one_has_goes_on_under_a_new_name(tmp_path: Pa
         assert len(journal) == 2
 
 
-def test_an_interruption_behind_a_new_name_goes_on_under_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def interrupted_behind_replacing() -> Iterator[None]:
+    """Let Ctrl-C come as soon as a file was put in the place of another one."""
+    replace = Path.replace
+
+    def interrupted(part: Path, target: Path) -> None:
+        replace(part, target)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", interrupted)
+        yield
+
+
+def test_an_interruption_behind_a_new_name_goes_on_under_that(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
         journal.write(sample(0))
         path.rename(tmp_path / "moved.jsonl")
         path.touch()  # another program's
-        replace = Path.replace
-
-        def interrupted(part: Path, target: Path) -> None:
-            replace(part, target)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(Path, "replace", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted_behind_replacing():
             journal.write(sample(1))
-        monkeypatch.undo()
         journal.write(sample(1))
         assert journal.path == tmp_path / "rollouts.1.jsonl"
     names = sorted(file.name for file in tmp_path.iterdir())
@@ -318,23 +326,13 @@ def test_a_copy_that_a_killed_process_left_is_removed(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["rollouts.jsonl"]
 
 
-def test_an_interruption_behind_the_replacement_goes_on_in_the_new_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_behind_the_replacement_goes_on_in_the_new_file(tmp_path: Path) -> None:
     """The journal would take its own new file for another program's, and write all samples again."""
     path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
         journal.write(sample(0))
-        replace = Path.replace
-
-        def interrupted(part: Path, target: Path) -> None:
-            replace(part, target)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(Path, "replace", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted_behind_replacing():
             journal.replace({sample(0).key: sample(0)})
-        monkeypatch.undo()
         journal.write(sample(1))
         assert [each.sample for each in journal.samples()] == [0, 1]
     assert [file.name for file in tmp_path.iterdir()] == ["rollouts.jsonl"]
