@@ -100,8 +100,7 @@ class RedisClient:
         self.shown = address.shown
         self._address = address
         self._patient = patient
-        self._redis: Any = None
-        self._redis_for_large: Any = None  # the same with _LARGE_TIMEOUT; connected when it is first needed
+        self._clients: dict[bool, Any] = {}  # redis-py's, by whether it is for large commands; made when first needed
         self._lock = threading.Lock()  # held while connecting
         self._closed = False
 
@@ -145,7 +144,7 @@ class RedisClient:
 
     def part(self, key: str) -> str:
         """Return the name of the Cluster's node that has a key; "" for a single server, or if no node is known."""
-        client = self._redis or self._redis_for_large
+        client = next(iter(self._clients.values()), None)
         if self._address.form != "cluster" or client is None:
             return ""
         try:
@@ -169,9 +168,8 @@ class RedisClient:
     def close(self) -> None:
         """Close the connections. Later calls raise StoreError."""
         self._closed = True
-        for client in (self._redis, self._redis_for_large):
-            if client is not None:
-                client.close()
+        for client in list(self._clients.values()):
+            client.close()
 
     @contextmanager
     def errors(self, script: str = "", keys: Sequence[str] = ()) -> Iterator[None]:
@@ -213,16 +211,14 @@ class RedisClient:
             raise StoreUnavailableError(f"{why}{remedy}") from None
 
     def _connected(self, *, large: bool = False) -> Any:
-        if (self._redis_for_large if large else self._redis) is None:
+        if large not in self._clients:
             with self._lock:
-                if large and self._redis_for_large is None:
-                    self._redis_for_large = self._connect(_LARGE_TIMEOUT)
-                elif not large and self._redis is None:
-                    self._redis = self._connect(SOCKET_TIMEOUT)
+                if large not in self._clients:
+                    self._clients[large] = self._connect(_LARGE_TIMEOUT if large else SOCKET_TIMEOUT)
         if self._closed:  # closed while it connected, when `close` saw no connection yet
             self.close()
             self._refuse_if_closed()
-        return self._redis_for_large if large else self._redis
+        return self._clients[large]
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -281,7 +277,7 @@ class RedisClient:
     def _sentinel_errors(self) -> str:
         """Ping each Sentinel, and return the errors as text. MasterNotFoundError names only their types."""
         errors = []
-        client = self._redis or self._redis_for_large
+        client = next(iter(self._clients.values()))
         for sentinel in client.connection_pool.sentinel_manager.sentinels:
             try:
                 sentinel.ping()
