@@ -27,10 +27,10 @@ def block_of(text: str, fence: str) -> str:
     return f"{fence}\n{text}" + ("" if text.endswith("\n") else "\n") + fence
 
 
-def text_of(answer: str, fence: str) -> str:
-    """Return the text of an answer's code block; the whole answer without one."""
-    found = re.search(rf"^{fence}[^`\n]*\n(.*)^{fence}", answer, re.DOTALL | re.MULTILINE)
-    return found.group(1) if found else answer
+def text_of(answer: str) -> str:
+    """Return the text of an answer's first code block, whatever its fence; the whole answer without one."""
+    found = re.search(r"^(`{3,})[^`\n]*\n(.*?)^\1`*\s*$", answer, re.DOTALL | re.MULTILINE)
+    return found.group(2) if found else answer
 
 
 def describe(reply: Reply) -> str:
@@ -62,7 +62,7 @@ def main() -> None:
             if reply.finish_reason == "length":
                 print(f"{instruction}: {describe(reply)}; the answer was cut off, so this is not the whole file")
                 break
-            edited = text_of(reply.text, fence)
+            edited = text_of(reply.text)
             changes = difflib.unified_diff(text.splitlines(), edited.splitlines(), "before", "after", lineterm="", n=0)
             print(f"{instruction}: {describe(reply)}", *changes, sep="\n")
             text, prompt = edited, ""

@@ -21,22 +21,26 @@ TESTS = """
 assert slugify("Hello World") == "hello-world", slugify("Hello World")
 assert slugify("  a,  b! ") == "a-b", slugify("  a,  b! ")
 assert slugify("") == "", slugify("")
+print("passed")
 """
-CODE_BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
+CODE_BLOCK = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
 
 
 def critic(answer: Reply) -> str | None:
     """Run the tests on an answer. Return the next message to the model, or None when all tests passed."""
     found = CODE_BLOCK.search(answer.text)
     program = (found.group(1) if found else answer.text) + TESTS
+    run = [sys.executable, "-I", "-c", program]
     try:
-        result = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=10)
+        result = subprocess.run(run, capture_output=True, text=True, errors="replace", timeout=10)
     except subprocess.TimeoutExpired:
         failure = "it ran for more than 10 seconds"
+    except ValueError as error:  # the program contains a NUL
+        failure = str(error)
     else:
-        if result.returncode == 0:
+        if result.returncode == 0 and result.stdout.splitlines()[-1:] == ["passed"]:
             return None
-        failure = (result.stderr.strip().splitlines() or ["it failed without a message"])[-1]
+        failure = (result.stderr.strip().splitlines() or ["the program ended before the tests did"])[-1]
     return f"The tests fail: {failure}\nCorrect the function. Answer with one code block."
 
 

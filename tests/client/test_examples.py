@@ -32,6 +32,31 @@ def test_the_refining_coder_corrects_its_code(server: FakeServer, tmp_path: Path
     assert "attempt 1: The tests fail" in said and "attempt 2: all tests pass" in said and "session 5" in said
 
 
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        (
+            "```python\nimport sys\ndef slugify(text): return text\nsys.exit()\n```",
+            "the program ended before the tests",
+        ),
+        ("```\nx = '\0'\n```", "embedded null"),
+        ("```\nimport os\nos.write(2, b'\\xff')\nos._exit(1)\n```", "\ufffd"),
+    ],
+)
+def test_the_refining_coder_hands_back_what_ended_the_program(
+    server: FakeServer, tmp_path: Path, code: str, failure: str
+) -> None:
+    server.answers = [{"content": code}, {"content": GOOD}]
+    said = run_example("refine_loop.py", server, tmp_path)
+    assert f"attempt 1: The tests fail: {failure}" in said and "attempt 2: all tests pass" in said
+
+
+@pytest.mark.parametrize("fence", ["```py", "```Python 3", "``` ", "```"])
+def test_the_refining_coder_takes_any_fence(server: FakeServer, tmp_path: Path, fence: str) -> None:
+    server.answers = [{"content": f"Here it is:\n{GOOD.replace('```python', fence)}\nDone."}]
+    assert "attempt 1: all tests pass" in run_example("refine_loop.py", server, tmp_path)
+
+
 def test_the_tool_agent_reads_its_folder_and_nothing_else(server: FakeServer, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("the answer is 42")
 
@@ -104,6 +129,8 @@ def test_the_editor_takes_a_file_with_code_blocks(server: FakeServer, tmp_path: 
             '"""Example:\n    ```\n    a\n    ```\n"""\n',
         ),
         ("a = 1\n", "a = 2\n", "a = 2\n"),
+        ("a = 1\n", "```\na = 2\n```\nRun:\n```\npython a.py\n```", "a = 2\n"),
+        ("a = 1\n", "````\na = 2\n````", "a = 2\n"),
     ],
 )
 def test_the_editor_takes_the_whole_block_of_an_answer(
