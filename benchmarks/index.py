@@ -185,12 +185,12 @@ def propose_rows(times: Times, size: str) -> list[Row]:
 
 
 def session_texts(traces: Path) -> list[Tokens]:
-    """Return the longest prompt of each session, cut to one length, in file order; shorter ones are left out."""
-    longest: dict[int, Tokens] = {}
+    """Return the last prompt of each session, cut to one length, in file order; shorter ones are left out."""
+    last: dict[int, Tokens] = {}
     for record in records(traces, "swe_gemini3"):
-        longest[record["session"]] = record["prompt"]
+        last[record["session"]] = record["prompt"]
     need = TURN_PROMPT + TURN_NEW
-    return [prompt[:need] for prompt in longest.values() if len(prompt) >= need][:TURNS]
+    return [prompt[:need] for prompt in last.values() if len(prompt) >= need][:TURNS]
 
 
 def turn_rows(all_three: Contenders, texts: Sequence[Tokens]) -> list[Row]:

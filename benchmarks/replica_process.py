@@ -31,6 +31,8 @@ PROMPT, RESPONSE = 512, 256
 """Tokens of a session's first prompt, and of each response."""
 TURNS = 3
 """Turns of a session that `serve` plays; each prompt holds the turns before."""
+SESSION = PROMPT + TURNS * RESPONSE
+"""Tokens of such a session."""
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class Game:
 
     def __init__(self, requests: Iterator["Request"], batch: int) -> None:
         self._requests = requests
-        self._tokens = np.zeros((batch, PROMPT + TURNS * RESPONSE), np.int32)
+        self._tokens = np.zeros((batch, SESSION), np.int32)
         self._rows: list[Row | None] = [None] * batch
         self._handle: Batch | None = None
         self._count = 0
@@ -165,7 +167,7 @@ class Replica:
     def __init__(self, url: str, number: int, text: Int32, batch: int) -> None:
         self._number, self._text, self._batch = number, text, batch
         self._shared, self._apart = Engine(url, batch), Engine("memory://", batch)
-        self._places = iter(range(number * 977 % len(text), 1 << 62, PROMPT + TURNS * RESPONSE))
+        self._places = iter(range(number * 977 % len(text), 1 << 62, SESSION))
 
     def serve(self, begin: float, seconds: float) -> dict[str, Any]:
         """Serve in real time for so long, from `begin` (time.monotonic()) on. Return what it cost.
@@ -277,7 +279,7 @@ class Replica:
 
     def _requests(self, place: int) -> Iterator[Request]:
         for count in range(1 << 62):
-            begin = (place + count * (PROMPT + TURNS * RESPONSE)) % (len(self._text) - PROMPT - TURNS * RESPONSE)
+            begin = (place + count * SESSION) % (len(self._text) - SESSION)
             for turn in range(TURNS):
                 prompt = PROMPT + turn * RESPONSE
                 text = self._text[begin : begin + prompt + RESPONSE]

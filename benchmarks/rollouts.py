@@ -144,7 +144,8 @@ def figures(results: Mapping[str, Sequence[ReplayResult]], batch: int) -> list[d
     rows = []
     for ours in (name for name in OURS if name in results):
         found = results[ours]
-        for epoch, what, target in ((0, "siblings", SIBLINGS), (len(found) - 1, "epochs", EPOCHS)):
+        last = [(len(found) - 1, "epochs", EPOCHS)] if len(found) > 1 else []
+        for epoch, what, target in [(0, "siblings", SIBLINGS), *last]:
             for other, least in (("none", target), ("suffix", AHEAD), ("off", None)):
                 if other in results:
                     ratio = results[other][epoch].steps / found[epoch].steps

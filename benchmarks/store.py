@@ -31,12 +31,13 @@ from typing import Any
 import numpy as np
 import redis
 import trace_files
-from replica_process import NAMES, RESPONSE, STEP_SECONDS, VOCABULARY, Process
+from replica_process import NAMES, RESPONSE, SESSION, STEP_SECONDS, VOCABULARY, Process
 from report import exit_status, names, positive, positive_number, print_json, print_table, rounded, save, say
 from trace_files import WORKLOADS, Tokens, calls, documents
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.store import mac, open_store
+from agentspec.errors import ConfigurationError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.simulate import Call
@@ -91,6 +92,10 @@ def run(options: argparse.Namespace) -> None:
     """Measure and print."""
     rows: list[Row] = []
     text = np.concatenate(list(islice(documents(options.traces), options.documents)))
+    if len(text) <= SESSION:
+        raise ConfigurationError(
+            f"--documents {options.documents}: they hold {len(text)} tokens; a session needs {SESSION}"
+        )
     for measured in (
         bytes_a_token(options.traces, options.workloads),
         restored(text),

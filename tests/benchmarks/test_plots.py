@@ -54,6 +54,19 @@ def test_figures_and_what_is_simulated_are_labelled(drawn: Path) -> None:
     assert any("Simulated" in label for label in labels((drawn / "results.svg").read_text(encoding="utf-8")))
 
 
+@pytest.mark.parametrize(
+    ("method", "row"), [("priced", ".02, given"), ("agentspec", "measured, of a tiny model on a CPU")]
+)
+def test_the_page_on_rollouts_has_the_committed_figures(method: str, row: str) -> None:
+    steps = {(each["batch"], each["method"], each["epoch"]): each["steps"] for each in plot.load("rollouts")["rows"]}
+    ratios = [
+        [f"{steps[batch, 'none', epoch] / steps[batch, method, epoch]:.2f}" for batch in (1, 8, 32, 64)]
+        for epoch in (0, 2)
+    ]
+    cells = [", ".join(each[:3]) + f" and {each[3]}" for each in ratios]
+    assert f"| {row} | {' | '.join(cells)} |" in (DOCS / "rl.md").read_text(encoding="utf-8")
+
+
 def test_a_result_of_few_recordings_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     load = plot.load
 

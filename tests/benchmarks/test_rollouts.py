@@ -24,6 +24,12 @@ def test_too_few_samples_name_the_option(traces: Path) -> None:
         read(traces, "--problems", "1", "--samples", "2", "--epochs", "2")
 
 
+def test_one_epoch_has_no_figures_of_later_ones() -> None:
+    once = ReplayResult(calls=1, tokens=100, steps=50, seconds=1.0, turns=((100, 1.0),))
+    rows = rollouts.figures({"none": [once], "agentspec": [once]}, 8)
+    assert not any(row["figure"].endswith(", epochs") for row in rows)
+
+
 def test_steps_and_speed_are_compared_with_their_targets() -> None:
     def result(steps: int, seconds: float) -> ReplayResult:
         return ReplayResult(calls=1, tokens=100, steps=steps, seconds=seconds, turns=((100, seconds),))
