@@ -148,7 +148,8 @@ def _count(settings: Settings, key: str, named: str, vocab_size: int) -> "tuple[
         raise ConfigurationError(
             f"store {redact(settings.store)}: no stored turn of {named} and tenant {settings.tenant or '(none)'}; give "
             "--store, --model, --tokenizer, --tenant and, if the server has them, --revision, --tokenizer-revision, "
-            "--hf-overrides and --model-key as the server has them"
+            "--hf-overrides, --model-key and AGENTSPEC_SECRET as the server has them (a server with API keys and no "
+            "--tenant has a log for each key, which is not counted)"
         )
     return counts
 

@@ -165,8 +165,9 @@ def _not_empty(sources: list[list[Conversation]], field: str, data: Data) -> lis
     if not found:
         stored = any(isinstance(source, StoreSource) for source in _all(data))
         as_served = (
-            "; of a store, give url, tenant, model_key, tokenizer, revision, hf_overrides and model.name_or_path as its"
-            " server has them"
+            "; of a store, give url, tenant, model_key, tokenizer, revision, hf_overrides, model.name_or_path and "
+            "AGENTSPEC_SECRET as its server has them (a server with API keys and no tenant has a log for each key, "
+            "which is not read)"
         )
         raise InvalidInputError(
             f"data.{field}: no session with a response of two tokens or more within data.max_length "

@@ -61,7 +61,8 @@ def check_name(config: Mapping[str, Any]) -> None:
     if method == "custom_class" or (method is None and not config.get("model")):
         raise ConfigurationError(
             f"--speculative-config: method {method!r}: name one that agentspec stands for ({', '.join(METHODS)}) or "
-            f"drafts beside ({', '.join(NATIVE_METHODS)}), or start plain 'vllm serve'"
+            f"drafts beside ({', '.join(NATIVE_METHODS)}), give only --max-draft for the longest draft, or start plain "
+            "'vllm serve'"
         )
     check_drafter(config)
 
