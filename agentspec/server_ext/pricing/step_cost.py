@@ -184,7 +184,7 @@ class StepCost:
             tokens = (
                 (usual.drafted + (_aimed_share(usual) * multiple * plain - usual.seconds) / slope) * rows / times.rows
             )
-            most = max(known.most * _alike(rows, known.rows) for known in self._row_times.values())
+            most = max(known.most_drafted * _alike(rows, known.rows) for known in self._row_times.values())
             tokens = min(tokens, _GROWTH * most)
         return max(tokens, (self._longest_step - 1.0) * rows)
 
@@ -247,7 +247,7 @@ class StepCost:
             if rows + drafted > self._largest:
                 # The first step of a size also allocates memory and, on GPUs, loads kernels, which later steps reuse.
                 self._largest = rows + drafted
-                times.most = max(times.most, drafted)
+                times.most_drafted = max(times.most_drafted, drafted)
                 continue
             if key not in slopes:
                 slopes[key] = self._slope(times)[0] if times.settled else 0.0
@@ -271,7 +271,7 @@ class StepCost:
     def _slope(self, times: RowTimes) -> tuple[float, float]:
         """Return the seconds that one more draft token takes, and the share of that which is evidence (0 to 1)."""
         cost = self._guess(times.rows)
-        drafted = 0.0 if times.with_drafts is None else times.share * times.with_drafts.drafted
+        drafted = 0.0 if times.with_drafts is None else times.share_with_drafts * times.with_drafts.drafted
         guess = cost * times.seconds / (times.rows + cost * drafted)  # a share of a step without its draft tokens
         slope, evidence, _ = self._posterior(times, guess, guess)  # the guess may be wrong by its own size
         return slope, evidence

@@ -28,7 +28,10 @@ _LEAST_SHARE = 0.05
 
 @dataclass(slots=True)
 class StepTimes:
-    """Keep means and least-squares sums of steps with some number of rows, either with drafts or without."""
+    """Keep means and least-squares sums of steps with some number of rows, either with drafts or without.
+
+    The names of the fields are part of what `RowTimes.dump` saves.
+    """
 
     seconds: float
     """mean duration of a step"""
@@ -38,9 +41,9 @@ class StepTimes:
     """mean absolute deviation from the expected duration, in seconds"""
     count: int
     dd: float = 0.0
-    """sum of (d - mean d)^2, forgotten exponentially"""
+    """sum of (draft tokens - their mean)^2, forgotten exponentially"""
     dt: float = 0.0
-    """sum of (d - mean d) * (seconds - mean seconds), forgotten exponentially"""
+    """sum of (draft tokens - their mean) * (seconds - their mean), forgotten exponentially"""
     as_of: int = 0
     """number of the step at which both sums were last reduced"""
 
@@ -51,13 +54,13 @@ class StepTimes:
         slope: seconds that a draft token takes, as far as known. as_of: number of the latest step.
         """
         middle = median(seconds for _, seconds in steps)
-        drafted = sum(d for d, _ in steps) / len(steps)
+        mean_drafted = sum(drafted for drafted, _ in steps) / len(steps)
         noise = median(abs(seconds - middle) for _, seconds in steps)
-        times = cls(middle, drafted, max(_DEVIATIONS * noise, _FIRST_NOISE * middle), len(steps), as_of=as_of)
-        for d, seconds in steps:
-            off = d - drafted
-            times.dd += off * off
-            times.dt += off * (times.believed(off, seconds, slope) - middle)
+        times = cls(middle, mean_drafted, max(_DEVIATIONS * noise, _FIRST_NOISE * middle), len(steps), as_of=as_of)
+        for drafted, seconds in steps:
+            drafted_off = drafted - mean_drafted
+            times.dd += drafted_off * drafted_off
+            times.dt += drafted_off * (times.clipped(seconds, drafted_off, slope) - middle)
         return times
 
     def forget(self, step: int) -> None:
@@ -65,23 +68,24 @@ class StepTimes:
         kept = (1.0 - 1.0 / _SLOPE_STEPS) ** (step - self.as_of)
         self.dd, self.dt, self.as_of = self.dd * kept, self.dt * kept, step
 
-    def believed(self, off: float, t: float, slope: float) -> float:
-        """Return t seconds, clipped to near the expected time of a step with ``off`` draft tokens beyond the mean."""
-        expected = max(self.seconds + slope * off, _LEAST_SHARE * self.seconds)
+    def clipped(self, seconds: float, drafted_off: float, slope: float) -> float:
+        """Return a step's seconds, clipped to near those expected with ``drafted_off`` draft tokens beyond the mean."""
+        expected = max(self.seconds + slope * drafted_off, _LEAST_SHARE * self.seconds)
         limit = _OUTLIER * self.noise
-        return min(max(t, expected - limit), expected + limit)
+        return min(max(seconds, expected - limit), expected + limit)
 
-    def learn(self, d: float, t: float, slope: float) -> None:
-        """Learn from a step of d draft tokens and t seconds."""
+    def learn(self, drafted: int, seconds: float, slope: float) -> None:
+        """Learn from a step of ``drafted`` draft tokens and ``seconds``."""
         self.count += 1
         weight = max(1.0 / self.count, 1.0 / _MEAN_STEPS)
-        d -= self.drafted
-        t = self.believed(d, t, slope) - self.seconds
-        self.noise = max(self.noise + weight * (abs(t - slope * d) - self.noise), _FINEST_NOISE * self.seconds)
-        self.drafted += weight * d
-        self.seconds += weight * t
-        self.dd += (1.0 - weight) * d * d
-        self.dt += (1.0 - weight) * d * t
+        drafted_off = drafted - self.drafted
+        seconds_off = self.clipped(seconds, drafted_off, slope) - self.seconds
+        unexplained = abs(seconds_off - slope * drafted_off)
+        self.noise = max(self.noise + weight * (unexplained - self.noise), _FINEST_NOISE * self.seconds)
+        self.drafted += weight * drafted_off
+        self.seconds += weight * seconds_off
+        self.dd += (1.0 - weight) * drafted_off * drafted_off
+        self.dt += (1.0 - weight) * drafted_off * seconds_off
 
     @property
     def deviation(self) -> float:
@@ -134,10 +138,10 @@ class RowTimes:
         self.with_drafts: StepTimes | None = None
         self.without_drafts: StepTimes | None = None
         self._settling: dict[bool, list[tuple[int, float]]] = {False: [], True: []}  # first steps, True: with drafts
-        self.most = 0
+        self.most_drafted = 0
         """most draft tokens that a step had"""
         self.count = 0
-        self.share = 0.0
+        self.share_with_drafts = 0.0
         """share of the latest steps that had drafts"""
         self.plain = PlainSteps()
         self.since_plain = 0
@@ -150,25 +154,25 @@ class RowTimes:
         """Return whether enough steps were measured, with drafts or without."""
         return self.with_drafts is not None or self.without_drafts is not None
 
-    def learn(self, d: int, t: float, slope: float, step: int) -> None:
-        """Learn from a step of d draft tokens and t seconds. The first _SETTLING steps are learned from together."""
-        drafts = d > 0
+    def learn(self, drafted: int, seconds: float, slope: float, step: int) -> None:
+        """Learn from a step of ``drafted`` draft tokens and ``seconds``. step: its number."""
+        has_drafts = drafted > 0
         self.count += 1
-        self.share += max(1.0 / self.count, 1.0 / _MEAN_STEPS) * (drafts - self.share)
-        self.most = max(self.most, d)
-        self.since_plain, self.since_drafts = (self.since_plain + 1, 0) if drafts else (0, self.since_drafts + 1)
-        times = self.with_drafts if drafts else self.without_drafts
+        self.share_with_drafts += max(1.0 / self.count, 1.0 / _MEAN_STEPS) * (has_drafts - self.share_with_drafts)
+        self.most_drafted = max(self.most_drafted, drafted)
+        self.since_plain, self.since_drafts = (self.since_plain + 1, 0) if has_drafts else (0, self.since_drafts + 1)
+        times = self.with_drafts if has_drafts else self.without_drafts
         if times is not None:
             times.forget(step)
-            if not drafts and self.with_drafts is not None:
-                self.plain.learn(times.believed(0.0, t, slope), self.with_drafts)
-            times.learn(d, t, slope)
+            if not has_drafts and self.with_drafts is not None:
+                self.plain.learn(times.clipped(seconds, 0.0, slope), self.with_drafts)
+            times.learn(drafted, seconds, slope)
             return
-        first = self._settling[drafts]
-        first.append((d, t))
+        first = self._settling[has_drafts]  # these are learned from together
+        first.append((drafted, seconds))
         if len(first) >= _SETTLING:
             times = StepTimes.of_first(first, slope, step)
-            if drafts:
+            if has_drafts:
                 self.with_drafts = times
             else:
                 self.without_drafts = times
@@ -192,16 +196,17 @@ class RowTimes:
         """Return the seconds of a step without its draft tokens, averaged over steps with and without drafts."""
         if self.with_drafts is None or self.without_drafts is None:
             return self.usual.base(slope)
-        return self.share * self.with_drafts.base(slope) + (1.0 - self.share) * self.without_drafts.seconds
+        share = self.share_with_drafts
+        return share * self.with_drafts.base(slope) + (1.0 - share) * self.without_drafts.seconds
 
     def dump(self) -> dict[str, Any]:
         """Return the measurements as JSON, for `restored`. Any thread may call it."""
         known = ((0, self.without_drafts), (1, self.with_drafts))
         return {
             "levels": {drafts: asdict(times) for drafts, times in known if times is not None},
-            "most": self.most,
+            "most": self.most_drafted,
             "count": self.count,
-            "share": self.share,
+            "share": self.share_with_drafts,
             "plain": asdict(self.plain),
         }
 
@@ -211,7 +216,8 @@ class RowTimes:
         times = cls(rows)
         levels = {bool(int(drafts)): StepTimes(**level) for drafts, level in kept["levels"].items()}
         times.with_drafts, times.without_drafts = levels.get(True), levels.get(False)
-        times.most, times.count, times.share = int(kept["most"]), int(kept["count"]), float(kept["share"])
+        times.most_drafted, times.count = int(kept["most"]), int(kept["count"])
+        times.share_with_drafts = float(kept["share"])
         times.plain = PlainSteps(**kept["plain"])
         return times
 
