@@ -36,7 +36,7 @@ def test_drafts_that_use_what_is_allowed_grow_until_steps_take_as_long_as_they_m
     for _ in range(200):
         tokens = int(cost.affordable_tokens(8) * machine.random.uniform(0.8, 1.0))
         assert tokens <= max(8, 2 * most)
-        tokens = 0 if cost.should_measure_plain(8) else tokens
+        tokens = 0 if cost.decide_to_measure_plain(8) else tokens
         most = max(most, tokens)
         cost.observe(8, tokens, machine.seconds(8, tokens))
     fits = max((AIMED * 0.018 - 0.018 - surcharge) / per_token, 8)
@@ -49,7 +49,7 @@ def test_where_every_step_has_drafts_a_few_have_none_so_that_their_time_is_known
     plain: list[int] = []
     for number in range(1000):
         tokens = int(cost.affordable_tokens(8))
-        if cost.should_measure_plain(8):
+        if cost.decide_to_measure_plain(8):
             tokens = 0
             plain.append(number)
         cost.observe(8, tokens, machine.seconds(8, tokens))
@@ -63,7 +63,7 @@ def test_where_every_step_has_drafts_a_few_have_none_so_that_their_time_is_known
 def test_no_step_goes_without_drafts_where_nothing_depends_on_it(given: float | None, rows: int) -> None:
     machine, cost = Machine(0.0004), StepCost(given)
     for _ in range(300):
-        assert not cost.should_measure_plain(rows)
+        assert not cost.decide_to_measure_plain(rows)
         cost.observe(rows, 8, machine.seconds(rows, 8))
 
 

@@ -186,7 +186,7 @@ def gated(machine: Machine, cost: StepCost, steps: int, rows: int, drafted: int,
     """Take steps with such drafts, where they pay. Return the share of the last 256 steps with drafts."""
     had = []
     for _ in range(steps):
-        had.append(cost.pays(rows, drafted, expected))
+        had.append(cost.decide_to_draft(rows, drafted, expected))
         cost.observe(rows, drafted if had[-1] else 0, machine.seconds(rows, drafted if had[-1] else 0))
     return sum(had[-256:]) / 256
 
@@ -216,13 +216,13 @@ def test_what_any_draft_takes_is_noticed_when_it_changes() -> None:
 def test_drafts_always_pay_where_the_price_is_given_or_nothing_is_measured() -> None:
     given, new = StepCost(given=0.02), StepCost()
     Machine(0.0001, surcharge=0.02).run(given, 500, rows=8)
-    assert given.pays(8, 10, 0.0) and new.pays(8, 10, 0.0)
+    assert given.decide_to_draft(8, 10, 0.0) and new.decide_to_draft(8, 10, 0.0)
 
 
 def test_natural_steps_without_drafts_are_enough() -> None:
     machine, cost = Machine(0.0004), StepCost()
     for number in range(1000):
-        assert not cost.should_measure_plain(8) or number < 100
+        assert not cost.decide_to_measure_plain(8) or number < 100
         tokens = 0 if number % 20 == 0 else 12
         cost.observe(8, tokens, machine.seconds(8, tokens))
 

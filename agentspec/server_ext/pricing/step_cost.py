@@ -12,8 +12,9 @@ because that yields more tokens per second without drafts. If a row costs no mor
 ``fixed + b * B`` and the price is ``b * B / (fixed + b * B)``.
 
 A step with any draft takes extra time, because vLLM's rejection sampler runs and rows differ in length. That time is
-not part of a token's price; `pays` asks whether a step's drafts earn it. So ``b`` is the slope of a least-squares line
-through (d, seconds) of the steps with drafts alone, both relative to their running means over steps with as many rows.
+not part of a token's price; `decide_to_draft` asks whether a step's drafts earn it. So ``b`` is the slope of a
+least-squares line through (d, seconds) of the steps with drafts alone, both relative to their running means over steps
+with as many rows.
 This also excludes the time of a row itself (attention over its context, sampling) and slow drifts (growing contexts,
 other load). ``a`` is the time of a step without its draft tokens: the mean over steps without drafts and steps with
 drafts less ``b * d``, weighted by their frequency.
@@ -47,10 +48,8 @@ AIMED_DEVIATIONS = 5.0
 It aims at LEAST_AIMED_SHARE of that duration or more, because on a busy machine steps without drafts vary as much."""
 _FIRST_PLAIN_EVERY, _PLAIN_EVERY = 4, 128
 """Steps with drafts between two measured steps without: until some are measured, and from then on."""
-
 _DRAFTS_EVERY = 32
 """Steps in a row without drafts, because they would not pay, until one has drafts to measure whether they pay now."""
-
 _TOGETHER = 16
 """Number of steps to learn from together, because learning after each step takes several times as long. The first steps
 are learned from sooner."""
@@ -110,12 +109,13 @@ class StepCost:
             prices = self._prices[rows] = self._prices_at(rows)
         return prices
 
-    def pays(self, rows: int, drafted: int, expected: float) -> bool:
-        """Return whether ``drafted`` tokens earn the time that any draft adds to a step, if ``expected`` are accepted.
+    def decide_to_draft(self, rows: int, drafted: int, expected: float) -> bool:
+        """Decide whether the next step carries its ``drafted`` tokens, ``expected`` of which are likely to be accepted.
 
-        They do if they raise the tokens per second, (rows + expected) / seconds. True where the price is given, and
-        until steps with drafts are measured. Now and then it returns the opposite, so that steps with and without
-        drafts stay measured. Drafts that would pay even if they doubled the step are never left out for this.
+        It does if they pay: they raise the tokens per second, (rows + expected) / seconds, in spite of the time that
+        any draft adds to a step. It always does where the price is given, and until steps with drafts are measured.
+        So that both kinds of steps stay measured, one carries drafts that do not pay after _DRAFTS_EVERY without, and
+        one leaves out drafts that pay after _PLAIN_EVERY with, unless they would pay even if they doubled the step.
         """
         prices = self.at(rows)
         if prices.plain_share is None:
@@ -123,49 +123,31 @@ class StepCost:
         times = self._row_times[_bucket(rows)]
         needed = rows * (1.0 + prices.token_share * drafted)  # for these drafts, if any draft took nothing by itself
         if prices.plain_share * (rows + expected) < needed:
-            if times.since_drafts < _DRAFTS_EVERY:
-                return False
-            times.since_drafts = 0  # its measurement comes later
-        elif 0.5 * (rows + expected) < needed and times.since_plain >= _PLAIN_EVERY:
-            times.since_plain = 0
-            return False
+            return times.take_turn(_DRAFTS_EVERY, drafts=True)
+        if 0.5 * (rows + expected) < needed:
+            return not times.take_turn(_PLAIN_EVERY, drafts=False)
         return True
 
-    def should_measure_plain(self, rows: int) -> bool:
-        """Return whether the next step of ``rows`` rows should have no drafts, so that such steps stay measured.
+    def decide_to_measure_plain(self, rows: int) -> bool:
+        """Decide whether the next step of ``rows`` rows leaves out its drafts, so that such steps stay measured.
 
-        Ask only where drafts are cut. If nearly all steps have drafts, one in 128 should have none.
+        Ask only where drafts are cut. If nearly all steps have drafts, one in 128 leaves them out.
         """
         times = self._row_times.get(_bucket(rows))
         if self.given is not None or rows < 2 or times is None or times.with_drafts is None:
             return False
-        every = _PLAIN_EVERY if times.plain.steps else _FIRST_PLAIN_EVERY
-        if times.since_plain < every:
-            return False
-        times.since_plain = 0  # its measurement comes later
-        return True
+        return times.take_turn(_PLAIN_EVERY if times.plain.steps else _FIRST_PLAIN_EVERY, drafts=False)
 
     def affordable_tokens(self, rows: int, acceptance_length: float = 1.0) -> float:
         """Return how many draft tokens a step of ``rows`` rows can afford; infinity where the operator wants no limit.
 
-        acceptance_length: the lowest mean acceptance length of a row. It decides how long the step may take, in
-        multiples of one without drafts (`_longest_multiple`).
+        acceptance_length: the lowest mean acceptance length of a row, which decides how long a step may take.
 
         If the price is given, d tokens fit where a + b * d = multiple * a: a is the time of a step without drafts, b
         the time of a draft token, and the price is b * rows / a.
 
-        If it is measured:
-
-        - A usual step's draft tokens fit, and as many more as fit into the allowed time beyond such a step. A part of
-          the allowed time is kept free (`_aimed_share`).
-        - The seconds of a draft token are guessed with care: a posterior mean, under a prior by which it takes as long
-          as a row, plus its standard deviation. They are at most those of a usual step divided by all its tokens,
-          unless the mean alone is more.
-        - A line says little about steps far beyond the measured ones (on CPUs the time grows faster). So at most
-          _GROWTH times the most draft tokens measured fit.
-        - At least ``longest_step`` - 1 tokens for each row fit. Until draft tokens are measured, no more do.
-
-        All durations are means, because on a busy machine single steps without drafts vary as much.
+        If it is measured, a usual step's draft tokens fit, and as many more as fit into the allowed time beyond such a
+        step. At least ``longest_step`` - 1 tokens for each row fit. Until draft tokens are measured, no more do.
         """
         if self._longest_step is None:
             return float("inf")
@@ -175,17 +157,8 @@ class StepCost:
         tokens = 0.0
         times = self._nearest(rows)
         if times is not None:
-            usual, unit = times.usual, times.usual.seconds / times.rows
-            expected = self._slope(times)[0]
-            plain = usual.base(expected) * (1.0 if times.with_drafts is None else times.plain.share(expected))
-            mean, _, deviation = self._posterior(times, unit, unit)
-            at_most = usual.seconds / (times.rows + usual.drafted)  # if a row takes no less than a draft token
-            slope = min(max(mean, 0.0) + deviation, max(mean, at_most))
-            tokens = (
-                (usual.drafted + (_aimed_share(usual) * multiple * plain - usual.seconds) / slope) * rows / times.rows
-            )
-            most = max(known.most_drafted * _alike(rows, known.rows) for known in self._row_times.values())
-            tokens = min(tokens, _GROWTH * most)
+            more = (self._allowed_seconds(times, multiple) - times.usual.seconds) / self._cautious_slope(times)
+            tokens = min((times.usual.drafted + more) * rows / times.rows, self._extrapolation_limit(rows))
         return max(tokens, (self._longest_step - 1.0) * rows)
 
     def stats(self) -> dict[str, Any]:
@@ -275,6 +248,34 @@ class StepCost:
         guess = cost * times.seconds / (times.rows + cost * drafted)  # a share of a step without its draft tokens
         slope, evidence, _ = self._posterior(times, guess, guess)  # the guess may be wrong by its own size
         return slope, evidence
+
+    def _allowed_seconds(self, times: RowTimes, multiple: float) -> float:
+        """Return how long a step may take: ``multiple`` times one without drafts, less a part that is kept free.
+
+        All durations are means, because on a busy machine single steps without drafts vary as much.
+        """
+        slope, _ = self._slope(times)
+        plain = times.usual.base(slope) * (1.0 if times.with_drafts is None else times.plain.share(slope))
+        return _aimed_share(times.usual) * multiple * plain
+
+    def _cautious_slope(self, times: RowTimes) -> float:
+        """Return the seconds that one more draft token takes, guessed with care.
+
+        They are a posterior mean, under a prior by which it takes as long as a row, plus its standard deviation. They
+        are at most those of a usual step divided by all its tokens, unless the mean alone is more.
+        """
+        usual = times.usual
+        of_row = usual.seconds / times.rows
+        mean, _, deviation = self._posterior(times, of_row, of_row)
+        of_token = usual.seconds / (times.rows + usual.drafted)  # if a row takes no less than a draft token
+        return min(max(mean, 0.0) + deviation, max(mean, of_token))
+
+    def _extrapolation_limit(self, rows: int) -> float:
+        """Return _GROWTH times the most draft tokens measured.
+
+        A line says little about steps far beyond these: on CPUs their time grows faster.
+        """
+        return _GROWTH * max(times.most_drafted * _alike(rows, times.rows) for times in self._row_times.values())
 
     def _guess(self, rows: int) -> float:
         """Return the price in a batch of ``rows`` rows before anything is measured."""

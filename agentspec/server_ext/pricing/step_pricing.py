@@ -89,9 +89,9 @@ class StepPricing:
         """
         total = len(drafts.token_ids)
         if total > allowance.tokens:
-            leave_out = allowance.by_latency and self.cost.should_measure_plain(count)
+            leave_out = allowance.by_latency and self.cost.decide_to_measure_plain(count)
         elif total and self.cost.given is None:
-            leave_out = not self.cost.pays(count, total, expected_tokens(drafts))
+            leave_out = not self.cost.decide_to_draft(count, total, expected_tokens(drafts))
         else:
             leave_out = False
         return [[] for _ in range(len(drafts.offsets) - 1)] if leave_out else self.budget.cut(drafts, allowance.tokens)

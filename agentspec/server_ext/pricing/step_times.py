@@ -144,10 +144,7 @@ class RowTimes:
         self.share_with_drafts = 0.0
         """share of the latest steps that had drafts"""
         self.plain = PlainSteps()
-        self.since_plain = 0
-        """steps with drafts since one without"""
-        self.since_drafts = 0
-        """steps without drafts since one with"""
+        self._since = {False: 0, True: 0}  # steps of the other kind since one without drafts, and since one with
 
     @property
     def settled(self) -> bool:
@@ -160,7 +157,8 @@ class RowTimes:
         self.count += 1
         self.share_with_drafts += max(1.0 / self.count, 1.0 / _MEAN_STEPS) * (has_drafts - self.share_with_drafts)
         self.most_drafted = max(self.most_drafted, drafted)
-        self.since_plain, self.since_drafts = (self.since_plain + 1, 0) if has_drafts else (0, self.since_drafts + 1)
+        self._since[has_drafts] = 0
+        self._since[not has_drafts] += 1
         times = self.with_drafts if has_drafts else self.without_drafts
         if times is not None:
             times.forget(step)
@@ -179,6 +177,13 @@ class RowTimes:
             if self.with_drafts is not None and self.without_drafts is not None:
                 self.plain.learn(self.without_drafts.seconds, self.with_drafts, _SETTLING)
             first.clear()
+
+    def take_turn(self, every: int, *, drafts: bool) -> bool:
+        """Decide whether the next step has drafts, or none, to be measured: after ``every`` steps of the other kind."""
+        due = self._since[drafts] >= every
+        if due:
+            self._since[drafts] = 0  # now, because the step is measured later
+        return due
 
     @property
     def usual(self) -> StepTimes:
