@@ -100,6 +100,7 @@ class DraftingEngine:
             self._public = PublicCorpus(settings.public, self.cache, shares.cache // 2, tokenize)
         self._new_weights = False  # whether weights were loaded since the latest step
         self._new_epoch = False  # whether an epoch began since the latest step
+        self._begun_before_pass = False  # whether requests began before the forward pass of this step
         self._lookup: BatchLookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = 0
         self._held_back = 0  # steps whose drafts were dropped, because an erasure by others may have been missed
@@ -149,20 +150,20 @@ class DraftingEngine:
         """
         if not self.settings.enabled:
             return
-        self._work_time.begin_work()
-        try:
-            self._begin_periods()
-            if any(self._persistence.has_loaded_of(new.identity) for new in started):
-                # Do this first, because text of a prompt is not indexed again if the session already holds it.
-                self._persistence.apply_loaded(self._work_time.for_stored_turns_first())
-            fresh = [new for new in started if new.request_id not in self._requests.by_id]
-            if fresh:
-                self._turn_over(fresh, None, self._work_time.for_begun())
-                self._work_time.begun = True
-        except Exception as error:
-            self.metrics.count_error("begin", error)
-            self._fail(self._requests.of(new.request_id for new in started))
-        self._work_time.end_work()
+        with self._work_time:
+            try:
+                self._begin_periods()
+                if any(self._persistence.has_loaded_of(new.identity) for new in started):
+                    # Do this first, because text of a prompt is not indexed again if the session already holds it.
+                    self._work_time.note_stored_turns(waited=False)
+                    self._persistence.apply_loaded(self._work_time.for_stored_turns_first())
+                fresh = [new for new in started if new.request_id not in self._requests.by_id]
+                if fresh:
+                    self._turn_over(fresh, None, self._work_time.for_begun())
+                    self._begun_before_pass = True
+            except Exception as error:
+                self.metrics.count_error("begin", error)
+                self._fail(self._requests.of(new.request_id for new in started))
 
     def propose(self, step: Step, model: StepModel | None = None) -> list[list[int]]:
         """Return a draft for each row of ``step``, empty if none is worth its cost. Never raises.
@@ -196,14 +197,13 @@ class DraftingEngine:
         None: all. text: returns prompt and response, for a request that still waits for its start; without ``text``
         such a request is not kept. may_be_shorter: ``note_lengths`` will say how many tokens the caller got.
         """
-        self._work_time.begin_work()
-        try:
-            self._leave_batch()
-            self._requests.end(request_id, output_limit, text, may_be_shorter=may_be_shorter)
-        except Exception as error:
-            self.metrics.count_error("finish", error)
-            self._requests.forget(request_id)
-        self._work_time.end_work()
+        with self._work_time:
+            try:
+                self._leave_batch()
+                self._requests.end(request_id, output_limit, text, may_be_shorter=may_be_shorter)
+            except Exception as error:
+                self.metrics.count_error("finish", error)
+                self._requests.forget(request_id)
 
     def finish_if_idle(self) -> None:
         """Keep all waiting responses if no request runs. Call it where no step may follow."""
@@ -337,16 +337,17 @@ class DraftingEngine:
 
     def _prepare(self, step: Step, loading: bool) -> None:
         """Start and finish requests, and apply stored turns, as time allows. loading: whether turns may be ready."""
-        self._work_time.begin_work()
-        work = self._lookup.allowance.work if self._lookup else self._work_time.in_step(None)
-        if step.started or self._turnover.has_work():  # a step with prompts takes long, so more of its time is for this
-            work = max(work, self._work_time.in_latest_step())
-            self._turn_over(step.started, step, self._work_time.for_turnover(work))
-            self._accounts.count_undrafted(self._steps + 1, step, self._turnover.starting())
-        seconds = self._work_time.for_stored_turns(work, any_wait=loading)
-        if seconds is not None:
-            self._persistence.apply_loaded(seconds)
-        self._work_time.end_work()
+        with self._work_time:
+            work = self._lookup.allowance.work if self._lookup else self._work_time.in_step(None)
+            if step.started or self._turnover.has_work():
+                # A step with prompts takes long, so more of its time is for this.
+                work = max(work, self._work_time.in_latest_step())
+                self._turn_over(step.started, step, self._work_time.for_turnover(work))
+                self._accounts.count_undrafted(self._steps + 1, step, self._turnover.starting())
+            seconds = self._work_time.for_stored_turns(work, any_wait=loading)
+            self._work_time.note_stored_turns(waited=seconds is None)
+            if seconds is not None:
+                self._persistence.apply_loaded(seconds)
 
     def _turn_over(self, started: Sequence[NewRequest], step: Step | None, seconds: float) -> None:
         """Start and finish requests for about ``seconds`` of CPU time.
@@ -356,11 +357,12 @@ class DraftingEngine:
         self._leave_batch()
         for new in started:
             self._requests.begin(new, self._steps)
-        begun = step is not None and self._work_time.begun
+        begun = step is not None and self._begun_before_pass
         self._turnover.advance(seconds, started, step, begun=begun, few_ends=self._work_time.must_apply())
 
     def _measure_work(self) -> int:
         """Count the CPU time of a step's work beside drafting. Return the part in its drafting call, in nanoseconds."""
+        self._begun_before_pass = False
         in_call, work = self._work_time.take(self.cache.worked_ns())
         self.metrics.beside_seconds.observe(1e-9 * work)
         return in_call

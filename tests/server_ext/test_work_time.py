@@ -113,11 +113,12 @@ def test_stored_turns_wait_for_two_steps_that_have_no_time_for_them() -> None:
     answers = []
     for _ in range(6):
         work._spent_ns = 10**9  # starts and ends
-        work.begin_work()
-        must = work.must_apply()
-        answers.append((must, work.for_stored_turns(5e-4, any_wait=True)))
+        with work:
+            must, seconds = work.must_apply(), work.for_stored_turns(5e-4, any_wait=True)
+            work.note_stored_turns(waited=seconds is None)
+        answers.append((must, seconds))
         work.take(0)
     assert answers == 2 * [(False, None), (False, None), (True, 0.0)]
     work._spent_ns = 10**9
-    work.begin_work()
-    assert work.for_stored_turns(5e-4, any_wait=False) == 0.0  # none wait
+    with work:
+        assert work.for_stored_turns(5e-4, any_wait=False) == 0.0  # none wait

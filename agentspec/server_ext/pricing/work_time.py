@@ -19,20 +19,30 @@ _MOST_WAITS = 2
 class WorkTime:
     """Divide a step's CPU time for work: to starts and ends first, then to stored turns, then to indexing.
 
-    Call ``tick`` in each step, and ``begin_work`` and ``end_work`` around work in the engine's thread. ``allowed`` is a
-    step's time for work, in seconds, as ``in_step`` or ``in_latest_step`` returns it. begun: whether requests have
-    begun before this step's forward pass.
+    ``with work_time:`` counts the CPU time of its block. Starts, ends and stored turns lie in such blocks. Indexing is
+    part of the call that drafts, and the cache counts its time. A step's calls, in order:
+
+    - before its forward pass, if requests begin: ``for_stored_turns_first`` and ``for_begun``, in a block
+    - after that pass: ``tick``; ``for_turnover``, ``for_stored_turns`` and ``note_stored_turns``, in a block;
+      ``for_indexing``; and after the call that drafts ``take``
+
+    ``allowed`` is a step's time for work, in seconds, as ``in_step`` or ``in_latest_step`` returns it.
     """
 
     def __init__(self) -> None:
-        self.begun = False
         self._called = 0.0  # when `tick` was called last
         self._elapsed = 0.0  # seconds between its last two calls
         self._usual = 0.0  # usual seconds between calls, in which pauses and prompts weigh little; 0.0: not known yet
         self._spent_ns = 0  # spent since the latest step, except by the cache
-        self._began_ns = 0  # the thread's CPU time when the latest work began
+        self._began_ns = 0  # the thread's CPU time when the latest block began
         self._cache_ns = 0  # spent by the cache up to the latest step
         self._waits = 0  # latest steps in a row that had no time to apply stored turns
+
+    def __enter__(self) -> None:
+        self._began_ns = time.thread_time_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._spent_ns += time.thread_time_ns() - self._began_ns
 
     def tick(self) -> None:
         """Note the time at which a step ends."""
@@ -53,8 +63,7 @@ class WorkTime:
         return min(_WORK_SHARE * self._elapsed, DEFAULT_WORK_SECONDS)
 
     def for_stored_turns_first(self) -> float:
-        """Return the seconds for applying stored turns before a forward pass. They no longer count as waiting."""
-        self._waits = 0
+        """Return the seconds for applying stored turns before a forward pass."""
         return DEFAULT_WORK_SECONDS / 2
 
     def for_begun(self) -> float:
@@ -73,9 +82,11 @@ class WorkTime:
         are ready to be applied.
         """
         left = allowed / 2 - self._spent()
-        waits = any_wait and left <= 0 and not self.must_apply()
-        self._waits = self._waits + 1 if waits else 0
-        return None if waits else max(left, 0.0)
+        return None if any_wait and left <= 0 and not self.must_apply() else max(left, 0.0)
+
+    def note_stored_turns(self, *, waited: bool) -> None:
+        """Note whether stored turns had to wait in this step."""
+        self._waits = self._waits + 1 if waited else 0
 
     def must_apply(self) -> bool:
         """Return whether stored turns have waited so long that the next step applies some in any case."""
@@ -91,14 +102,6 @@ class WorkTime:
         half = allowed / 2 if halved else allowed
         return max(half / 4, half - 1e-9 * self._spent_ns)
 
-    def begin_work(self) -> None:
-        """Note that the calling thread begins to work."""
-        self._began_ns = time.thread_time_ns()
-
-    def end_work(self) -> None:
-        """Count the CPU time since ``begin_work`` as spent."""
-        self._spent_ns += time.thread_time_ns() - self._began_ns
-
     def note_cache(self, worked_ns: int) -> None:
         """Charge no step for the cache's work up to now. worked_ns: that work, from ``SuffixCache.worked_ns``."""
         self._cache_ns = worked_ns
@@ -110,9 +113,8 @@ class WorkTime:
         """
         by_cache = worked_ns - self._cache_ns
         spent, self._cache_ns, self._spent_ns = self._spent_ns + by_cache, worked_ns, 0
-        self.begun = False
         return by_cache, spent
 
     def _spent(self) -> float:
-        """Return the seconds spent since the latest step, including the work in progress."""
+        """Return the seconds spent since the latest step, including the block that is running."""
         return 1e-9 * (self._spent_ns + time.thread_time_ns() - self._began_ns)
