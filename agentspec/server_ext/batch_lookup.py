@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from agentspec.cache import SuffixCache
 from agentspec.cache.running import BatchHandle
 from agentspec.server_ext.pricing import Allowance
-from agentspec.server_ext.step import AcceptanceLength, Batch, Int32, RequestState, Step, spread_drafts
+from agentspec.server_ext.step import AcceptanceLength, Batch, DraftRows, Int32, RequestState, Step, spread_drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +51,12 @@ class BatchLookup:
         """Return, for each of the k rows, the measure of its acceptance and the tokens of its text at this step."""
         measures = (state.acceptance_length for state in self.states)
         return list(zip(measures, self.pick(step.lengths).tolist(), strict=True))
+
+    def draft_rows(self, step: Step, work_seconds: float) -> DraftRows:
+        """Return the k rows of a step. work_seconds: CPU seconds for the cache's work beside drafting."""
+        lengths, verified = self.pick(step.lengths), self.pick(step.num_verified_draft_tokens)
+        limits = self.pick(step.max_draft_tokens)
+        return DraftRows(self.states, self.handle, step.tokens, self.rows, lengths, limits, verified, work_seconds)
 
     def spread(self, drafts: list[list[int]]) -> list[list[int]]:
         """Return the drafts of all rows of the batch: those of the k rows, and empty ones for the other rows.

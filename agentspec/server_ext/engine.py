@@ -32,7 +32,7 @@ from agentspec.server_ext.requests.running import RunningRequests
 from agentspec.server_ext.requests.turnover import Text
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
-from agentspec.server_ext.step import DraftRows, NewRequest, RequestState, Step
+from agentspec.server_ext.step import NewRequest, RequestState, Step
 
 _JOIN_SECONDS = 1.0
 """How long closing waits for the indexing thread. A process that ends while native code runs in a thread is aborted."""
@@ -278,7 +278,7 @@ class DraftingEngine:
         self._begin_periods()
         loading = self._persistence.has_loaded()
         if loading or step.started or self._turnover.has_work():
-            self._prepare(step, loading)
+            self._start_and_finish(step, loading)
         if outdated := self._persistence.outdated():
             self._leave_batch()
             self._requests.make_way(outdated)
@@ -291,25 +291,16 @@ class DraftingEngine:
         count = len(step.batch)
         if step.seconds is not None and (model is not None or self.pricing.cost.given is None):
             self.pricing.cost.observe(count, step.num_draft_tokens, step.seconds - model_seconds)
-        allowance = lookup.allowance
-        if not self.pricing.is_valid(allowance, self._steps):
-            allowance = lookup.allowance = self.pricing.allow(lookup.text_lengths(step), count, self._steps)
-        row_tokens, largest = allowance.row_tokens, self.settings.disable_by_batch_size
-        if largest is not None and count > largest:
-            row_tokens, model = 0, None
+        if not self.pricing.is_valid(lookup.allowance, self._steps):
+            lookup.allowance = self.pricing.allow(lookup.text_lengths(step), count, self._steps)
         begin = time.perf_counter_ns()
-        work = self._work_time.for_indexing(allowance.work, halved=loading)
-        drafts = self._draft(step, lookup, model, row_tokens, work)
+        work = self._work_time.for_indexing(lookup.allowance.work, halved=loading)
+        drafts, self._model_seconds = self._draft(step, lookup, model, work)
         took = time.perf_counter_ns() - begin
         self.metrics.draft_seconds.observe(1e-9 * (took - self._measure_work()))
         self._steps += 1
         self._accounts.count(self._steps, lookup, step, drafts, took // count)
-        if len(drafts.token_ids) == 0:
-            return _no_drafts(step)
-        if not self._knows_erasures():
-            self._held_back += 1
-            return _no_drafts(step)
-        return lookup.spread(self.pricing.cut(drafts, allowance, count))
+        return self._deliver(step, lookup, drafts)
 
     def _begin_periods(self) -> None:
         """Tell the cache of new weights and of a new epoch, once it has kept the responses that ended before."""
@@ -335,7 +326,7 @@ class DraftingEngine:
         """Return whether all that other processes erased has left the cache, also what the loaded snapshot held."""
         return self._persistence.is_current() and (self._keeper is None or self._keeper.is_loaded())
 
-    def _prepare(self, step: Step, loading: bool) -> None:
+    def _start_and_finish(self, step: Step, loading: bool) -> None:
         """Start and finish requests, and apply stored turns, as time allows. loading: whether turns may be ready."""
         with self._work_time:
             work = self._lookup.allowance.work if self._lookup else self._work_time.in_step(None)
@@ -367,19 +358,26 @@ class DraftingEngine:
         self.metrics.beside_seconds.observe(1e-9 * work)
         return in_call
 
-    def _draft(
-        self, step: Step, lookup: BatchLookup, model: StepModel | None, row_tokens: int, work: float
-    ) -> StepDrafts:
-        """Return drafts for the k rows of ``lookup``. row_tokens: most of each. work: CPU seconds for other work."""
-        lengths, verified = lookup.pick(step.lengths), lookup.pick(step.num_verified_draft_tokens)
-        max_draft, cost = lookup.pick(step.max_draft_tokens), lookup.allowance.cost
-        rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, work)
-        if model is None or self.fusion.disabled:
-            return rows.draft(self.cache, cost, row_tokens)
-        rows.max_draft_tokens = np.minimum(max_draft, row_tokens, dtype=np.int32)
-        fused = self.fusion.draft(rows, model, cost, self.pricing.cost.at(len(step.batch)).row_seconds)
-        self._model_seconds = fused.seconds
-        return fused.drafts
+    def _draft(self, step: Step, lookup: BatchLookup, model: StepModel | None, work: float) -> tuple[StepDrafts, float]:
+        """Return drafts for the k rows of ``lookup``, and the draft model's seconds. work: CPU seconds for indexing."""
+        allowance, largest = lookup.allowance, self.settings.disable_by_batch_size
+        too_large = largest is not None and len(step.batch) > largest  # then the cache only learns from the step
+        row_tokens = 0 if too_large else allowance.row_tokens
+        rows = lookup.draft_rows(step, work)
+        if model is None or too_large or self.fusion.disabled:
+            return rows.draft(self.cache, allowance.cost, row_tokens), 0.0
+        rows.max_draft_tokens = np.minimum(rows.max_draft_tokens, row_tokens, dtype=np.int32)
+        fused = self.fusion.draft(rows, model, allowance.cost, self.pricing.cost.at(len(step.batch)).row_seconds)
+        return fused.drafts, fused.seconds
+
+    def _deliver(self, step: Step, lookup: BatchLookup, drafts: StepDrafts) -> list[list[int]]:
+        """Return the drafts of all rows of the step, cut to what it may draft."""
+        if len(drafts.token_ids) == 0:
+            return _no_drafts(step)
+        if not self._knows_erasures():
+            self._held_back += 1
+            return _no_drafts(step)
+        return lookup.spread(self.pricing.cut(drafts, lookup.allowance, len(step.batch)))
 
     def _delete_snapshot(self) -> None:
         """Delete the snapshot, because a session was erased."""
