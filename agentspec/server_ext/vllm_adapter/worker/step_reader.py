@@ -65,8 +65,8 @@ class ForwardPass:
 class _RequestLimits:
     """Hold the limits of one request's drafts."""
 
-    no_room_at: int
-    """length, in tokens, at which it has no room for a draft, because a step always samples one more token"""
+    max_length: int
+    """most tokens of its text with a draft: one less than it may have, as a step always samples one more"""
     masked: bool
     """whether a grammar says which tokens are allowed"""
 
@@ -85,17 +85,16 @@ class _ReadBatch:
     """whether all of its rows are in ``step``"""
     step: Step
     """the ``n`` rows that were given tokens; filled anew in every step"""
-    no_room_at: Int32
-    """[n] length, in tokens, at which each row has no room for a draft"""
+    max_lengths: Int32
+    """[n] most tokens of each row's text with a draft"""
     zeros: Int32
     """[n] zeros, for a step in which no draft tokens were verified"""
-    longest_drafts: Int32
-    """[n] longest draft of each row, in tokens, where no row is near its end: max_draft, or less where the rows of
-    a bitmask are shared"""
-    max_draft_tokens: Int32
-    """[n] longest draft of each row where some are near their end; filled anew in every step"""
-    least_room: int = 0
-    """tokens that every row has room for, at least"""
+    usual_limits: Int32
+    """[n] most draft tokens of each row in most steps: max_draft, or less where the rows of a bitmask are shared"""
+    step_limits: Int32
+    """[n] the same in a step with a row near its end, or whose limit vLLM lowers; filled anew in each of these steps"""
+    distance_to_end: int = 0
+    """lower bound of ``max_lengths`` - lengths in all rows; found anew in a step that finds it below max_draft"""
 
 
 class StepReader:
@@ -187,10 +186,10 @@ class StepReader:
             blank=blank,
             whole=whole,
             step=step,
-            no_room_at=np.array([of_row.no_room_at for of_row in limits], dtype=np.int32),
+            max_lengths=np.array([of_row.max_length for of_row in limits], dtype=np.int32),
             zeros=zeros,
-            longest_drafts=self._longest_drafts(limits),
-            max_draft_tokens=np.empty(len(picked), dtype=np.int32),
+            usual_limits=self._usual_limits(limits),
+            step_limits=np.empty(len(picked), dtype=np.int32),
         )
 
     def _pick_rows(
@@ -242,34 +241,38 @@ class StepReader:
         )
 
     def _max_draft_tokens(self, kept: _ReadBatch, limit: int) -> Int32:
-        """Return how many tokens each of the [n] rows may draft. Recount only where a row may be near its end."""
-        kept.least_room -= kept.step.num_draft_tokens + 1  # no row has grown by more than its draft and one token
-        if kept.least_room >= self._max_draft <= limit:
-            return kept.longest_drafts
-        room = kept.max_draft_tokens
-        np.subtract(kept.no_room_at, kept.step.lengths, out=room)
-        kept.least_room = min(room.tolist(), default=0)
-        if kept.least_room < 0:
-            np.maximum(room, 0, out=room)
-        np.minimum(room, kept.longest_drafts, out=room)
-        return room if self._max_draft <= limit else np.minimum(room, limit, out=room)
+        """Return how many tokens each of the [n] rows may draft. Recount only where a row may be near its end.
 
-    def _longest_drafts(self, limits: Sequence[_RequestLimits]) -> Int32:
-        """Return the longest draft of each of [n] rows, in tokens, where none is near its end."""
-        room = np.full(len(limits), self._max_draft, dtype=np.int32)
-        masked = [row for row, of_row in enumerate(limits) if of_row.masked]
+        limit: vLLM's, for each row of this step.
+        """
+        kept.distance_to_end -= kept.step.num_draft_tokens + 1  # no row has grown by more than its draft and one token
+        nobody_near_end = kept.distance_to_end >= self._max_draft
+        if nobody_near_end and self._max_draft <= limit:
+            return kept.usual_limits
+        limits = kept.step_limits
+        np.subtract(kept.max_lengths, kept.step.lengths, out=limits)
+        kept.distance_to_end = min(limits.tolist(), default=0)
+        if kept.distance_to_end < 0:
+            np.maximum(limits, 0, out=limits)
+        np.minimum(limits, kept.usual_limits, out=limits)
+        return limits if self._max_draft <= limit else np.minimum(limits, limit, out=limits)
+
+    def _usual_limits(self, requests: Sequence[_RequestLimits]) -> Int32:
+        """Return how many tokens each of [n] rows may draft where none is near its end."""
+        limits = np.full(len(requests), self._max_draft, dtype=np.int32)
+        masked = [row for row, request in enumerate(requests) if request.masked]
         if masked:
-            room[masked] = min(self._max_draft, max(_MASK_ROWS // len(masked) - 1, 0))
-        return room
+            limits[masked] = min(self._max_draft, max(_MASK_ROWS // len(masked) - 1, 0))
+        return limits
 
     def _limits_of(self, state: Any) -> _RequestLimits | None:
         """Return the limits of a request's drafts; None for a prompt of embeddings, which has no tokens to match."""
         if state.prompt_token_ids is None:
             return None
-        params, most = state.sampling_params, self._max_model_len
+        params, longest = state.sampling_params, self._max_model_len
         if params is not None and params.max_tokens is not None:
-            most = min(most, len(state.prompt_token_ids) + params.max_tokens)
-        return _RequestLimits(most - 1, params is not None and params.structured_outputs is not None)
+            longest = min(longest, len(state.prompt_token_ids) + params.max_tokens)
+        return _RequestLimits(longest - 1, params is not None and params.structured_outputs is not None)
 
 
 def end_tokens(params: Any) -> set[int]:
