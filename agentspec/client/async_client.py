@@ -264,7 +264,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
     ) -> AsyncReplyStream[ParsedT]:
         """Return the text of the call as an iterator, as Session.stream() does."""
         call = self._call(content, response_format, options)
-        return AsyncReplyStream(self._items(call), lambda: self._conversation.release(call))
+        return AsyncReplyStream(self._items(call), lambda: self._conversation.release(call.reservation))
 
     async def reload(self) -> None:
         """Read the stored messages again, as Session.reload() does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import pydantic
@@ -22,6 +22,7 @@ refuse tool calls without them.
 AGENTS_ITEMS, AGENTS_DATA = "agents_items", "agents_data"
 """Fields of a message, and of its tool calls, that openai-agents wants back from its session. Servers get neither."""
 _DEEPEST = 200  # most levels of a message, because recursive functions copy and encode it
+_MOST_CALLS = 5  # most tool calls that an error names
 
 MessageLike: TypeAlias = Mapping[str, object] | pydantic.BaseModel
 """One chat message: a dict in the API's form, or a pydantic object, such as the OpenAI client's message."""
@@ -223,6 +224,28 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if not call.get("id"):
         raise InvalidInputError(f"tool_calls: each call needs an id, which its tool message names, not {shown(call)}")
     return {"id": call["id"], "type": kind, kind: body} | _thoughts(call)
+
+
+def tool_calls_in(messages: Iterable[Mapping[str, Any]]) -> tuple[set[object], dict[object, object]]:
+    """Return the ids of all tool calls, and the tools' names by the ids of calls that wait for an answer."""
+    known, waiting = set[object](), dict[object, object]()
+    for message in messages:
+        if message["role"] == "tool":
+            waiting.pop(message.get("tool_call_id"), None)
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if isinstance(call, dict):
+                body = call.get("function") or call.get("custom")
+                waiting[call.get("id")] = body.get("name") if isinstance(body, dict) else None
+                known.add(call.get("id"))
+    return known, waiting
+
+
+def shown_calls(waiting: Mapping[object, object]) -> str:
+    """Return how an error names tool calls. waiting: the tools' names, by the calls' ids."""
+    calls = [shown(call) if name is None else f"{shown(call)} of {shown(name)}" for call, name in waiting.items()]
+    more = len(calls) - _MOST_CALLS
+    return ", ".join(calls[:_MOST_CALLS]) + (f" and {more} more" if more > 0 else "")
 
 
 def shown(value: object) -> str:

@@ -13,7 +13,7 @@ import openai
 
 from agentspec.client.answers.formats import check_response_format, has_loose_tools, json_schema_format
 from agentspec.client.answers.reply import ParsedT, Reply
-from agentspec.client.history.conversation import Conversation
+from agentspec.client.history.conversation import Conversation, Reservation
 from agentspec.client.messages import Content, as_messages, as_sent, shown
 from agentspec.client.option_checks import check_headers, check_mapping, check_retries, check_timeout
 from agentspec.client.predictions import as_prediction, check_predict, likely_answer, openai_refuses
@@ -37,12 +37,12 @@ RETRY_AFTER_S = 30.0
 """Pause after a probe that failed, in seconds."""
 ERASURE_S, ERASURE_PAUSE_S = 30.0, 0.5
 """Longest time for which an erasure is repeated while some text is left, and the pause between, in seconds."""
-ANSWERER = "_answerer"
-"""Option of a loop's call: the `answerer` of its turn."""
+KEEP_FOR = "_keep_for"
+"""Option of a loop's call: the reservation for which its turn keeps the session."""
 
 _OPENAI_HOST = "api.openai.com"
 _PASSING = frozenset({408, 429})
-_OUR_OPTIONS = frozenset({"max_retries", "predict", ANSWERER})
+_OUR_OPTIONS = frozenset({"max_retries", "predict", KEEP_FOR})
 _REMEDIES = {
     "messages": "pass them as the first argument; a session adds its own history to them",
     "stream": "use stream(...)",
@@ -52,10 +52,13 @@ _REMEDIES = {
 class Call:
     """Hold one chat call. Raises InvalidInputError for messages or options that cannot be sent.
 
-    session, group, parent: tags of the call; None: no tag. turn: context that reserves the session and has the messages
-    to send; enter it once. options: options of the OpenAI client's call, without agentspec's. predict: whether to
-    predict the answer. cache_salt: the salt that the call sends, if any. begin: time by `time.monotonic` at which the
-    call was made and, once its request is built, that of the request.
+    session, group, parent: tags of the call; None: no tag.
+    turn: context that reserves the session and has the messages to send; enter it once.
+    reservation: the turn's reservation.
+    options: options of the OpenAI client's call, without agentspec's.
+    predict: whether to predict the answer.
+    cache_salt: the salt that the call sends, if any.
+    begin: time by `time.monotonic` at which the call was made and, once its request is built, that of the request.
     """
 
     def __init__(
@@ -81,7 +84,8 @@ class Call:
         self.cache_salt = salt if isinstance(salt, str) else None
         self._conversation = conversation
         messages = [] if content is None else as_messages(content)
-        self.turn = conversation.turn(messages, self, options.get(ANSWERER))
+        self.reservation = Reservation()
+        self.turn = conversation.turn(messages, self.reservation, keep_for=options.get(KEEP_FOR))
         self.response_format = response_format
         self.begin = time.monotonic()
         self.options = {name: value for name, value in options.items() if name not in _OUR_OPTIONS}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.client.history.conversation import Conversation
+from agentspec.client.history.conversation import Conversation, Reservation
 from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored
 from agentspec.errors import InvalidInputError, SessionBusyError, StoreUnavailableError
 
@@ -124,7 +124,7 @@ def test_an_interrupted_call_holds_no_session_for_tool_calls_that_were_taken_bac
     calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
     with (
         pytest.raises(KeyboardInterrupt),
-        conversation.turn([user("one")], answerer=object()) as turn,
+        conversation.turn([user("one")], keep_for=Reservation(tools_run=True)) as turn,
         conversation.undone_if_interrupted(),
     ):
         turn.commit({"role": "assistant", "content": None, "tool_calls": calls})
@@ -158,12 +158,12 @@ def test_an_interrupt_while_tool_calls_are_answered_leaves_each_answered_once() 
                 raise KeyboardInterrupt
 
     interrupts: list[list[Said]] = []
-    conversation, answerer = Conversation("s", Interrupted(), new=True), object()
+    conversation, loop = Conversation("s", Interrupted(), new=True), Reservation(tools_run=True)
     calls = [{"id": name, "type": "function", "function": {"name": "add", "arguments": "{}"}} for name in "ab"]
-    with conversation.turn([user("one")], answerer=answerer) as turn:
+    with conversation.turn([user("one")], keep_for=loop) as turn:
         turn.commit({"role": "assistant", "content": None, "tool_calls": calls})
     with pytest.raises(KeyboardInterrupt):
-        conversation.answer_calls(answerer, {0: "sum"}, "error")
+        conversation.answer_calls(loop, {0: "sum"}, "error")
     assert [message["content"] for message in conversation.messages()] == ["one", None, "sum", "error"]
     conversation.add([user("two")])
     assert conversation.gaps() == []

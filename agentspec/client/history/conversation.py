@@ -8,11 +8,12 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentspec.client.history.erasure_list import ErasureList, ToErase
 from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored, conflict_error
-from agentspec.client.messages import shown
+from agentspec.client.messages import shown, shown_calls, tool_calls_in
 from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
 from agentspec.identifiers import helpers_of
 
@@ -20,9 +21,6 @@ logger = logging.getLogger(__name__)
 
 OnUnavailable: TypeAlias = Literal["raise", "empty"]
 """What to do if a session's stored messages cannot be read: raise the error, or start with an empty history."""
-
-_MOST_CALLS = 5
-"""Most tool calls that an error names."""
 
 
 class Turn(NamedTuple):
@@ -33,6 +31,13 @@ class Turn(NamedTuple):
 
     messages: list[dict[str, Any]]
     commit: Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation:
+    """Stand for whoever has reserved a session. tools_run: True for a loop that answers the model's tool calls."""
+
+    tools_run: bool = False
 
 
 class Gap(NamedTuple):
@@ -78,8 +83,7 @@ class Conversation:
         # Reentrant, because the garbage collector may close a stream in a thread that holds the lock.
         self._guard = threading.RLock()
         self._load_lock = threading.Lock()
-        self._holder: object = None  # the call or loop that has reserved the session; None: it is free
-        self._answerer: object = None  # the loop that runs, or ran, the latest tool calls
+        self._reservation: Reservation | None = None  # None: the session is free
 
     def load(self, on_unavailable: OnUnavailable = "raise") -> None:
         """Read the stored messages, once, and put them before those added already. May block.
@@ -228,76 +232,76 @@ class Conversation:
 
     @contextmanager
     def turn(
-        self, new: Sequence[dict[str, Any]], holder: object = None, answerer: object = None
+        self, new: Sequence[dict[str, Any]], reservation: Reservation | None = None, keep_for: Reservation | None = None
     ) -> Generator[Turn, None, None]:
-        """Reserve the session for one call that sends the history and ``new``. holder: as for `reserved`.
+        """Reserve the session for one call that sends the history and ``new``. reservation: as for `reserved`.
 
-        ``Turn.commit`` stores ``new`` and the answer together. answerer: the loop that will answer the tool calls of
-        the model's answer; if there are any, the loop holds the session until `answer_calls(answerer)`. Raises
-        SessionBusyError during another call, and InvalidInputError if there is nothing to send.
+        ``Turn.commit`` stores ``new`` and the answer together. If the answer calls tools, the session then stays
+        reserved for `keep_for` until `answer_calls(keep_for)`. Raises SessionBusyError during another call, and
+        InvalidInputError if there is nothing to send.
         """
-        with self.reserved(holder):
+        with self.reserved(reservation):
             sent = [*(message for _, message in self._history), *new]
             if not sent:
                 raise InvalidInputError(f"content: session {self.id!r} is empty, so a first message is needed")
-            yield Turn(sent, lambda message: self._commit([*new, message], answerer))
+            yield Turn(sent, lambda message: self._commit([*new, message], keep_for))
 
     @contextmanager
-    def reserved(self, holder: object = None) -> Generator[None, None, None]:
-        """Reserve the session while the block runs, or until `release(holder)`, so that no call begins.
+    def reserved(self, reservation: Reservation | None = None) -> Generator[None, None, None]:
+        """Reserve the session while the block runs, or until `release(reservation)`, so that no call begins.
 
-        holder: object that stands for the call or loop; None: a new one. Raises SessionBusyError if the session is
-        reserved already.
+        reservation: None makes a new one. Raises SessionBusyError if the session is reserved already.
         """
-        holder = holder or object()
+        reservation = reservation or Reservation()
         with self._guard:
             self._refuse_if_busy()
-            self._holder = holder
+            self._reservation = reservation
         try:
             yield
         finally:
-            self.release(holder)
+            self.release(reservation)
 
     @contextmanager
     def undone_if_interrupted(self) -> Generator[None, None, None]:
         """Take back the block's messages if it is cancelled or gets Ctrl-C. Use it while the session is reserved."""
         with self._guard:
-            count, position, holder = len(self._history), self._next_position, self._holder
+            count, position, reservation = len(self._history), self._next_position, self._reservation
         try:
             yield
         except Exception:
             raise
         except BaseException:
             with self._guard:
-                self._holder = holder  # with the answer its tool calls are gone, so no loop holds the session for them
+                self._reservation = reservation  # no loop has to answer calls that were taken back
                 if self._next_position > position or len(self._history) > count:
                     del self._history[count:]
                     self._next_position = position
                     self._log.append(self._view, [], cut=position)
             raise
 
-    def release(self, holder: object) -> None:
-        """End the reservation of this holder, if there is one."""
+    def release(self, reservation: Reservation) -> None:
+        """End this reservation, unless it has ended."""
         with self._guard:
-            if self._holder is holder:
-                self._holder = None
+            if self._reservation is reservation:
+                self._reservation = None
 
-    def answer_calls(self, answerer: object, answers: Mapping[int, str], otherwise: str) -> None:
+    def answer_calls(self, kept_for: Reservation, answers: Mapping[int, str], otherwise: str) -> None:
         """Append the answers to the latest message's tool calls, and end the reservation that `turn` left for them.
 
-        answers: by the call's index. otherwise: the answer to the other calls. Does nothing unless this answerer holds
-        the session. Appends after a conflict, too, as a turn does, so that no call stays unanswered.
+        kept_for: that reservation. Without it, as when the model called no tools, does nothing. answers: by the call's
+        index. otherwise: the answer to the other calls. Appends after a conflict, too, as a turn does, so that no call
+        stays unanswered.
         """
         try:
-            self._answer_calls(answerer, answers, otherwise)
+            self._answer_calls(kept_for, answers, otherwise)
         except BaseException:  # Ctrl-C in between must not leave the session with unanswered calls
-            self._answer_calls(answerer, answers, otherwise)
+            self._answer_calls(kept_for, answers, otherwise)
             raise
 
-    def _answer_calls(self, answerer: object, answers: Mapping[int, str], otherwise: str) -> None:
+    def _answer_calls(self, kept_for: Reservation, answers: Mapping[int, str], otherwise: str) -> None:
         """Append the answers. A second attempt, if the first was cut off, is safe: repeated messages are read once."""
         with self._guard:
-            if self._holder is not answerer:
+            if self._reservation is not kept_for:
                 return
             at = next(at for at, said in reversed(list(enumerate(self._history))) if said.message.get("tool_calls"))
             position, message = self._history[at]
@@ -308,7 +312,7 @@ class Conversation:
             self._history[at + 1 :] = said
             self._next_position = position + 1 + len(said)
             self._save(said)
-            self._holder = None
+            self._reservation = None
 
     def _read(self) -> Stored:
         try:
@@ -334,11 +338,11 @@ class Conversation:
         self.resumed = len(self._history)
         self._unsaved.discard(self)
 
-    def _commit(self, messages: Sequence[dict[str, Any]], answerer: object) -> list[dict[str, Any]]:
+    def _commit(self, messages: Sequence[dict[str, Any]], keep_for: Reservation | None) -> list[dict[str, Any]]:
         with self._guard:
             self._append(messages)
-            if answerer is not None and messages[-1].get("tool_calls"):
-                self._holder = self._answerer = answerer
+            if keep_for is not None and messages[-1].get("tool_calls"):
+                self._reservation = keep_for
             return [message for _, message in self._history]
 
     def _append(self, messages: Sequence[dict[str, Any]]) -> None:
@@ -352,49 +356,29 @@ class Conversation:
 
     def _refuse_other_than_open(self, tool_call_id: str) -> None:
         """Raise InvalidInputError unless a tool call with this id waits for its answer."""
-        known, waiting = self._tool_calls()
+        known, waiting = tool_calls_in(message for _, message in self._history)
         if tool_call_id not in waiting:
             why = "has an answer already" if tool_call_id in known else "is no call of the session"
-            rest = f"{_shown_calls(waiting)} without an answer" if waiting else "no call without an answer"
+            rest = f"{shown_calls(waiting)} without an answer" if waiting else "no call without an answer"
             raise InvalidInputError(f"tool_call_id: {shown(tool_call_id)} {why}; session {self.id!r} has {rest}")
-
-    def _tool_calls(self) -> tuple[set[object], dict[object, object]]:
-        """Return the ids of all tool calls, and the tools' names by the ids of calls that wait for an answer."""
-        known, waiting = set[object](), dict[object, object]()
-        for _, message in self._history:
-            if message["role"] == "tool":
-                waiting.pop(message.get("tool_call_id"), None)
-            calls = message.get("tool_calls")
-            for call in calls if isinstance(calls, list) else ():
-                if isinstance(call, dict):
-                    body = call.get("function") or call.get("custom")
-                    waiting[call.get("id")] = body.get("name") if isinstance(body, dict) else None
-                    known.add(call.get("id"))
-        return known, waiting
 
     def _save(self, said: list[Said]) -> None:
         if said:
             self._log.append(self._view, said)
 
     def _refuse_if_busy(self) -> None:
-        if self._holder is not None and self._holder is self._answerer:  # a fork would have unanswered calls
-            calls = _shown_calls(self._tool_calls()[1])
+        if self._reservation is None:
+            return
+        if self._reservation.tools_run:  # a fork would have unanswered calls
+            calls = shown_calls(tool_calls_in(message for _, message in self._history)[1])
             raise SessionBusyError(
                 f"session {self.id!r} has tool calls without an answer ({calls}), and its tools are running: let"
                 " run_tools() end first, or go on before them in a fork(at=-1)"
             )
-        if self._holder is not None:
-            raise SessionBusyError(
-                f"session {self.id!r} is in a call (or in a stream that is still open): let it end or close() the"
-                " stream first, or fork() the session to go two ways at once"
-            )
-
-
-def _shown_calls(waiting: Mapping[object, object]) -> str:
-    """Return how an error names tool calls. waiting: the tools' names, by the calls' ids."""
-    calls = [shown(call) if name is None else f"{shown(call)} of {shown(name)}" for call, name in waiting.items()]
-    more = len(calls) - _MOST_CALLS
-    return ", ".join(calls[:_MOST_CALLS]) + (f" and {more} more" if more > 0 else "")
+        raise SessionBusyError(
+            f"session {self.id!r} is in a call (or in a stream that is still open): let it end or close() the stream"
+            " first, or fork() the session to go two ways at once"
+        )
 
 
 def _first_turns(history: list[Said], turns: int) -> list[Said]:

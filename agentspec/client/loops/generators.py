@@ -16,6 +16,7 @@ import openai
 from openai.types.chat import ChatCompletionMessageToolCallUnion
 
 from agentspec.client.answers.reply import Reply
+from agentspec.client.history.conversation import Reservation
 from agentspec.client.loops.budget import (
     Account,
     Attempt,
@@ -28,7 +29,7 @@ from agentspec.client.loops.budget import (
 from agentspec.client.loops.steps import Apply, Steps, Together, check_count
 from agentspec.client.loops.tools import ToolBox, ToolRun, answer_text, named
 from agentspec.client.messages import Content, as_messages, check_text, encodable, shown
-from agentspec.client.request import ANSWERER
+from agentspec.client.request import KEEP_FOR
 from agentspec.errors import AgentSpecError, InvalidInputError, SessionBusyError
 
 
@@ -149,8 +150,8 @@ def run_tools(
     """Answer the model's tool calls until it makes none. Returns why the loop ended."""
     check_count("attempts", attempts)
     check_count("at_once", at_once)
-    answerer = object()
-    content, options = task, {"tools": box.described(), ANSWERER: answerer}
+    reservation = Reservation(tools_run=True)
+    content, options = task, {"tools": box.described(), KEEP_FOR: reservation}
     for number in range(1, attempts + 1):
         runs: dict[int, ToolRun] = {}
         try:
@@ -163,7 +164,7 @@ def run_tools(
                 attempt = replace(attempt, tools=tuple(runs[index] for index in range(len(calls))))
         finally:  # the API refuses a history with unanswered calls, which a reply that was lost may have left, too
             answers = {index: run.answer for index, run in list(runs.items())}
-            session._conversation.answer_calls(answerer, answers, "error: cancelled before it ended")
+            session._conversation.answer_calls(reservation, answers, "error: cancelled before it ended")
         account.record(attempt)
         if attempt.error is not None:
             return account.why_failed()
