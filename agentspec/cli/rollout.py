@@ -111,35 +111,24 @@ def rollout(
     from agentspec.rollout import OfflineEngine, Plan, RayEngine, RolloutGenerator, read_problems
     from agentspec.rollout.formats import folder_for, write_trl, write_verl
     from agentspec.rollout.plan import distribution
-    from agentspec.server_ext.settings import json_object
     from agentspec.server_ext.vllm_adapter.offline import Sampling, sampling_params
     from agentspec.server_ext.vllm_adapter.startup.launch import hand_on
 
-    if reward_timeout is not None and reward is None:
-        raise ConfigurationError("--reward-timeout has no effect without --reward: leave it out")
-    if reward_timeout is not None and not 0 < reward_timeout < math.inf:  # also refuses nan
-        raise ConfigurationError(f"--reward-timeout {reward_timeout:g}: seconds above 0 expected")
+    if reward_timeout is not None:
+        _check_reward_timeout(reward_timeout, reward)
     plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
     _check_out(out, problems)
     tasks = read_problems(problems)
     folder = None if format is None else folder_for(out, format.value)
     judge = None if reward is None else _function("--reward", reward)
     update = None if update_weights is None else _function("--update-weights", update_weights)
-    given = json_object("--engine", engine)
-    if "model" in given:
-        raise ConfigurationError("--engine: the model is an option of its own, --model")
     hand_on(store=store, tenant=tenant)
-    options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager}
     drafting = _given(verify_cost=verify_cost, max_draft=max_draft)
-    options |= _drafting_options(given, plain, drafting, here=ray is None)
+    options: dict[str, Any] = {"dtype": "auto", "enforce_eager": False} | _engine_options(engine, plain, drafting, ray)
+    options |= _given(max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    options |= _given(dtype=None if dtype == "auto" else dtype, enforce_eager=enforce_eager or None)
     if not plain:
         _check_record(out, options["additional_config"])
-    options |= given | _given(
-        dtype=None if dtype == "auto" else dtype,
-        enforce_eager=enforce_eager or None,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-    )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends vLLM's processes, too, as Ctrl-C does
     sampling_params(Sampling(temperature, top_p, max_tokens))  # what vLLM refuses, before its start takes minutes
     with _opened(out) as journal:
@@ -160,14 +149,24 @@ def rollout(
         try:
             table = _sample(generator, tasks, plan, write_epoch)
         except KeyboardInterrupt:
-            moved = "" if journal.path == out.absolute() else f" with --out {journal.path}"
-            found = (
-                f"{len(journal)} samples are in {journal.path if moved else out}; run the command again{moved} to go on"
-            )
-            typer.echo(f"agentspec: interrupted: {found}", err=True)
+            _say_how_to_go_on(journal, out)
             raise
         started.close()
         print_table(table)
+
+
+def _check_reward_timeout(seconds: float, reward: str | None) -> None:
+    if reward is None:
+        raise ConfigurationError("--reward-timeout has no effect without --reward: leave it out")
+    if not 0 < seconds < math.inf:  # also refuses nan
+        raise ConfigurationError(f"--reward-timeout {seconds:g}: seconds above 0 expected")
+
+
+def _say_how_to_go_on(journal: "Journal", out: Path) -> None:
+    """Print where an interrupted rollout's samples are. A reward may have changed the working directory."""
+    moved = "" if journal.path == out.absolute() else f" with --out {journal.path}"
+    found = f"{len(journal)} samples are in {journal.path if moved else out}; run the command again{moved} to go on"
+    typer.echo(f"agentspec: interrupted: {found}", err=True)
 
 
 def _sample(
@@ -265,28 +264,32 @@ def _opened(out: Path) -> "Journal":
         raise ConfigurationError(f"--out {out}: cannot be written ({why}); give another file") from error
 
 
-def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, Any], here: bool) -> dict[str, Any]:
-    """Return the options that make the engine draft, or with ``plain`` those of vLLM without agentspec.
+def _engine_options(engine: str, plain: bool, settings: dict[str, Any], ray: int | None) -> dict[str, Any]:
+    """Return --engine's options and those that make the engine draft, or with ``plain`` those of vLLM alone.
 
     With ``plain`` agentspec's options are checked all the same, so that a command can be run with it and without.
-    given: options of --engine, from which those that concern drafts are taken. settings: agentspec's, from options of
-    their own. here: whether the engine runs on this machine.
+    settings: agentspec's settings that have an option of their own. ray: number of engines on Ray; None: on this
+    machine.
     """
     from agentspec.rollout import rollout_options
     from agentspec.rollout.generator import PLAIN_OPTIONS
+    from agentspec.server_ext.settings import json_object
     from agentspec.server_ext.vllm_adapter.startup.speculative_config import SWITCH
 
+    given = json_object("--engine", engine)
+    if "model" in given:
+        raise ConfigurationError("--engine: the model is an option of its own, --model")
     additional = _object(given, "additional_config")
     drafting = _object(additional, "agentspec") | settings
-    _check_settings(additional | {"agentspec": drafting}, here)  # before vLLM is imported, which takes long
+    _check_settings(additional | {"agentspec": drafting}, here=ray is None)  # before vLLM is imported, which takes long
     method = _object(given, "speculative_config") or None
     options = rollout_options(speculative_config=method, **drafting)
     if plain:
         os.environ[SWITCH] = "0"
         own = {"additional_config": additional, "speculative_config": method}
-        return PLAIN_OPTIONS | {name: value for name, value in own.items() if value}
+        return PLAIN_OPTIONS | {name: value for name, value in own.items() if value} | given
     options["additional_config"] |= additional
-    return options
+    return options | given
 
 
 def _check_settings(additional: dict[str, Any], here: bool) -> None:

@@ -76,12 +76,16 @@ class Rewards:
         self._running.clear()
         return dropped
 
-    def _known(self) -> Iterator[Sample]:
-        """Take back the samples whose rewards are known, without calling for others'."""
+    def _known(self, until: float = 0.0) -> Iterator[Sample]:
+        """Take back the samples whose rewards are known, without calling for others'.
+
+        until: time by `time.monotonic` to which it waits for a next one.
+        """
         with suppress(Empty):
             while True:
-                number, sample = self._done.get_nowait()
-                if self._running.pop(number, None) is not None:
+                pause = max(0.0, until - time.monotonic())
+                number, sample = self._done.get(timeout=min(pause, threading.TIMEOUT_MAX))
+                if self._running.pop(number, None) is not None:  # otherwise it was given up before
                     yield sample
 
     def give(self, problem: Problem, sample: Sample) -> None:
@@ -92,24 +96,24 @@ class Rewards:
     def take(self, *, wait: bool = False) -> Iterator[Sample]:
         """Yield the samples whose reward is known or given up. wait: whether to wait for one if there is none yet."""
         while self._running:
-            until = min(call.end for call in self._running.values())
-            pause = max(0.0, until - time.monotonic()) if wait else 0.0
-            try:
-                number, sample = self._done.get(timeout=min(pause, threading.TIMEOUT_MAX))
-            except Empty:
-                overdue = [number for number, call in self._running.items() if call.end <= time.monotonic()]
-                if not overdue:
-                    if wait:
-                        continue
-                    return
-                number = overdue[0]
-                self._hung.append(self._running[number].thread)
-                sample = self._failed(self._running[number].sample, f"TimeoutError: {took_over(self._seconds)}")
-            if self._running.pop(number, None) is None:
-                continue  # this call was given up before
-            wait = False
-            self._start()
-            yield sample
+            until = min(call.end for call in self._running.values()) if wait else 0.0
+            sample = next(self._known(until), None) or self._given_up()
+            if sample is not None:
+                wait = False
+                self._start()
+                yield sample
+            elif not wait:
+                return
+
+    def _given_up(self) -> Sample | None:
+        """Give up a call that has taken too long, and take back its sample with an error. Returns None without one."""
+        now = time.monotonic()
+        overdue = next((number for number, call in self._running.items() if call.end <= now), None)
+        if overdue is None:
+            return None
+        failed = self._failed(self._running[overdue].sample, f"TimeoutError: {took_over(self._seconds)}")
+        self._hung.append(self._running.pop(overdue).thread)
+        return failed
 
     def _start(self) -> None:
         self._hung = [thread for thread in self._hung if thread.is_alive()]

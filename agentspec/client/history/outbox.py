@@ -341,30 +341,31 @@ class Outbox:
         refused = isinstance(error, StoreError) and not isinstance(error, StoreUnavailableError)
         with self._changed:
             self._current = None
-            write.tried = error is not None and not refused
-            if error is not None and write.records:
-                self._put_back(write, behind_others=refused)
-            if write.view.conflict:
-                self._discard(lambda other: other.view is write.view)
             was_away, dropped = self._away, self._dropped
-            self._away = error is not None and (was_away or not refused)
-            self._failures = 0 if error is None else self._failures + 1
             if error is None:
-                self._dropped = 0
+                self._away, self._failures, self._dropped = False, 0, 0
+                if write.view.conflict:
+                    self._discard(lambda other: other.view is write.view)
+            else:
+                self._away = was_away or not refused
+                self._failures += 1
+                write.tried = not refused
+                if write.records:
+                    self._put_back(write, behind_others=refused)
             self._changed.notify_all()
         if write.view.conflict:
             logger.warning("agentspec: %s", conflict_error(write.view.session))
-        if self._away and not was_away:
-            logger.warning("agentspec: the session store is away (%s); messages wait to be written", error)
-        if refused and not self._refusal_logged:
+        if error is None and was_away:
+            logger.warning("agentspec: the session store is back; %d messages were dropped", dropped)
+        elif refused and not self._refusal_logged:
             self._refusal_logged = True
             logger.warning(
                 "agentspec: session %r cannot be stored (%s); its messages wait, and others' that the store refuses",
                 write.view.session,
                 error,
             )
-        if was_away and not self._away:
-            logger.warning("agentspec: the session store is back; %d messages were dropped", dropped)
+        elif self._away and not was_away:
+            logger.warning("agentspec: the session store is away (%s); messages wait to be written", error)
 
     def _put_back(self, write: _Write, *, behind_others: bool) -> None:
         """Queue a write again, before the others.
