@@ -3,6 +3,7 @@
 The names here are the public ones. The client's are imported when first used: processes of the engine need only
 `agentspec.cache` and `agentspec.server_ext`, and do not load the OpenAI client.
 """
+# ruff: noqa: F403, F405
 
 from __future__ import annotations
 
@@ -32,27 +33,7 @@ from agentspec.errors import (
 )
 
 if TYPE_CHECKING:
-    from agentspec.client import (
-        AgentClient,
-        AsyncAgentClient,
-        AsyncReplyStream,
-        AsyncSession,
-        Attempt,
-        Budget,
-        DecodeStep,
-        DraftedToken,
-        Forecast,
-        Gap,
-        LoopResult,
-        Progress,
-        Reply,
-        ReplyStream,
-        Session,
-        Speculation,
-        Spent,
-        Stage,
-        ToolRun,
-    )
+    from agentspec.client import *  # its public names, as `__all__` lists them below
 
     __version__: str
 

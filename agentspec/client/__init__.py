@@ -43,32 +43,24 @@ __all__ = [
     "ToolRun",
 ]
 
-_MODULES = {
-    "AgentClient": "client",
-    "AsyncAgentClient": "async_client",
-    "AsyncReplyStream": "answers.streams",
-    "AsyncSession": "async_client",
-    "Attempt": "loops.budget",
-    "Budget": "loops.budget",
-    "DecodeStep": "answers.reply",
-    "DraftedToken": "answers.reply",
-    "Forecast": "forecast",
-    "Gap": "history.conversation",
-    "LoopResult": "loops.budget",
-    "Progress": "loops.budget",
-    "Reply": "answers.reply",
-    "ReplyStream": "answers.streams",
-    "Session": "client",
-    "Speculation": "answers.reply",
-    "Spent": "loops.budget",
-    "Stage": "loops.generators",
-    "ToolRun": "loops.tools",
+_NAMES = {
+    "answers.reply": ("DecodeStep", "DraftedToken", "Reply", "Speculation"),
+    "answers.streams": ("AsyncReplyStream", "ReplyStream"),
+    "async_client": ("AsyncAgentClient", "AsyncSession"),
+    "client": ("AgentClient", "Session"),
+    "forecast": ("Forecast",),
+    "history.conversation": ("Gap",),
+    "loops.budget": ("Attempt", "Budget", "LoopResult", "Progress", "Spent"),
+    "loops.generators": ("Stage",),
+    "loops.tools": ("ToolRun",),
 }
+"""The public names of each module. Type checkers read the imports above and `__all__` instead."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    for module, names in _NAMES.items():
+        if name in names:
+            value: object = getattr(import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
