@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import openai
 from typing_extensions import Unpack
@@ -22,29 +20,17 @@ from agentspec.client.connection import AsyncClientOptions, connect, remedies_no
 from agentspec.client.history.conversation import Conversation, Gap, OnUnavailable, Turn
 from agentspec.client.history.store_threads import StoreThreads
 from agentspec.client.loops.session_loops import AsyncLoops
+from agentspec.client.loops.steps import run_steps_async
 from agentspec.client.messages import Content
 from agentspec.client.option_checks import options_named
-from agentspec.client.priming import Priming, added_by
-from agentspec.client.request import (
-    ERASURE_PAUSE_S,
-    ERASURE_S,
-    PROBE_PATH,
-    TIMEOUT_S,
-    Call,
-    ResponseFormat,
-    Speculating,
-    has_no_such_session,
-    incomplete_error,
-    is_erased,
-)
+from agentspec.client.priming import Priming
+from agentspec.client.request import PROBE_PATH, Call, ResponseFormat, Speculating
 from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError
 
 if TYPE_CHECKING:
     from agentspec.cache.store import Store
     from agentspec.client.forecast import Forecast, Tokenize
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -127,7 +113,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
             self._refuse_in_another_loop()
         if reply.speculation is not None or (path := self._requests.counts_path(reply)) is None:
             return reply.speculation
-        return read_speculation(await self._ask(path))
+        return read_speculation(await run_steps_async(self._ask(path)))
 
     async def close(self) -> None:
         """Write queued messages to the store, and close the connections."""
@@ -158,52 +144,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         if self._requests.needs_probe(call):
             async with self._probe_lock:
                 if self._requests.needs_probe(call):
-                    self._requests.learn(await self._ask(PROBE_PATH))
-
-    async def _erase(self, conversation: Conversation, cache_salts: Sequence[str]) -> None:
-        await self._probe_sessions()
-        until, complete = time.monotonic() + ERASURE_S, True
-        for path, options in self._requests.erasures(conversation, cache_salts):
-            while not (erased := await self._erase_once(path, options)) and time.monotonic() < until:
-                await asyncio.sleep(ERASURE_PAUSE_S)
-            complete = complete and erased
-        if not complete:
-            raise incomplete_error(conversation.id)
-
-    async def _erase_once(self, path: str, options: Any) -> bool:
-        """Ask the server to erase a session, and return whether nothing of it is left."""
-        try:
-            return is_erased(await self._openai.delete(path, cast_to=object, options=options))
-        except openai.APIStatusError as error:
-            if not has_no_such_session(error):
-                raise
-            return True
-
-    async def _probe_sessions(self) -> None:
-        if self._requests.needs_probe_of_sessions():
-            self._requests.learn(await self._ask(PROBE_PATH))
-
-    async def _prime(self, session: str, requests: Iterable[Priming]) -> int:
-        """Send requests that prime a session, and return how many texts were new. Raises the OpenAI client's errors."""
-        added = 0
-        if path := self._requests.session_path(session):
-            for body, options in requests:
-                added += added_by(await self._openai.put(path, cast_to=object, body=body, options=cast(Any, options)))
-        return added
-
-    async def _prime_resumed(self, conversation: Conversation, call: Call) -> None:
-        """Prime the server with a resumed session, which it may not know. Never raises."""
-        try:
-            await self._prime(conversation.id, self._resumed_priming(conversation, call))
-        except Exception as error:
-            logger.debug("agentspec: session %r: the server cannot be told of it: %s", conversation.id, error)
-
-    async def _ask(self, path: str) -> object:
-        """Query the extension. Returns errors instead of raising them, so that the chat call does not fail."""
-        try:
-            return await self._openai.get(path, cast_to=object, options={"timeout": TIMEOUT_S, "max_retries": 0})
-        except Exception as error:
-            return error
+                    self._requests.learn(await run_steps_async(self._ask(PROBE_PATH)))
 
 
 class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
@@ -248,7 +189,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         with call.turn as turn:
             await self._check()
             await self._client._probe(call)
-            await self._client._prime_resumed(self._conversation, call)
+            await run_steps_async(self._client._prime_resumed(self._conversation, call))
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             request = await self._request(call, turn)
@@ -278,17 +219,17 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         with self._conversation.reserved():
             erased = self._conversation.to_erase()
             with remedies_noted(self._client.openai):
-                await self._client._erase(self._conversation, cache_salts)
+                await run_steps_async(self._client._erase(self._conversation, cache_salts))
             await self._wait_to_end(self._forget, erased)
 
     async def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
         """Let the server draft from texts, or from this session's history, as Session.prime() does."""
         self._client._refuse_if_unusable()
         await self.load()
-        await self._client._probe_sessions()
+        await run_steps_async(self._client._probe_sessions())
         requests: list[Priming] = await self._wait(list, self._priming(texts, cache_salt))
         with remedies_noted(self._client.openai):
-            return await self._client._prime(self.id, requests)
+            return await run_steps_async(self._client._prime(self.id, requests))
 
     async def forecast(self) -> Forecast:
         """Return what speculation would bring on this session, as Session.forecast() does, in a thread."""
@@ -342,7 +283,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         with call.turn as turn:
             await self._check()
             await self._client._probe(call)
-            await self._client._prime_resumed(self._conversation, call)
+            await run_steps_async(self._client._prime_resumed(self._conversation, call))
             request = await self._request(call, turn, stream=True)
             completions: Any = self._client._connection(call).chat.completions
             answer = StreamedAnswer()

@@ -1,4 +1,7 @@
-"""Share code between the synchronous and asyncio clients, sessions and streams: the parts that send nothing."""
+"""Share code between the synchronous and asyncio clients, sessions and streams.
+
+Requests to the extension are written once, as generators of steps that `loops.steps` runs for either client.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
@@ -20,10 +23,23 @@ from agentspec.client.answers.reply import ParsedT, Reply, read_reply
 from agentspec.client.history.conversation import Conversation, OnUnavailable, Turn
 from agentspec.client.history.erasure_list import ErasureList, ToErase
 from agentspec.client.history.session_log import SessionLog
+from agentspec.client.loops.steps import Apply, Steps
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
 from agentspec.client.option_checks import check_timeout
-from agentspec.client.priming import Priming, prime_history, prime_resumed, prime_texts
-from agentspec.client.request import Call, RequestBuilder, Speculating, salt_headers
+from agentspec.client.priming import Priming, added_by, prime_history, prime_resumed, prime_texts
+from agentspec.client.request import (
+    ERASURE_PAUSE_S,
+    ERASURE_S,
+    PROBE_PATH,
+    TIMEOUT_S,
+    Call,
+    RequestBuilder,
+    Speculating,
+    has_no_such_session,
+    incomplete_error,
+    is_erased,
+    salt_headers,
+)
 from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, InvalidSessionError
 from agentspec.identifiers import check_ids
@@ -123,12 +139,58 @@ class ClientBase(Generic[OpenAIT]):
             self._record.add(reply, call.parent, time.monotonic() - call.begin)
         return reply
 
-    def _resumed_priming(self, conversation: Conversation, call: Call) -> Iterator[Priming]:
-        """Yield the request that primes a server with a session that this client has resumed, before its first call."""
-        known = self._requests.extension and self._requests.session_path(conversation.id)
-        if known and conversation.resumed and not conversation.server_told:
-            conversation.server_told = True
-            yield from prime_resumed(conversation.messages()[: conversation.resumed], call.cache_salt)
+    def _ask(self, path: str) -> Steps[object]:
+        """Query the extension. Returns errors instead of raising them, so that the chat call does not fail."""
+        options = {"timeout": TIMEOUT_S, "max_retries": 0}
+        try:
+            return (yield Apply(self._openai.get, (path,), {"cast_to": object, "options": options}))
+        except Exception as error:
+            return error
+
+    def _probe_sessions(self) -> Steps[None]:
+        """Find out whether the server has the extension, before sessions are erased or primed there."""
+        if self._requests.needs_probe_of_sessions():
+            self._requests.learn((yield from self._ask(PROBE_PATH)))
+
+    def _erase(self, conversation: Conversation, cache_salts: Sequence[str]) -> Steps[None]:
+        """Erase a session on the server. Raises StoreUnavailableError if some text is left there after ERASURE_S."""
+        yield from self._probe_sessions()
+        until, complete = time.monotonic() + ERASURE_S, True
+        for path, options in self._requests.erasures(conversation, cache_salts):
+            while not (erased := (yield from self._erase_once(path, options))) and time.monotonic() < until:
+                yield Apply(time.sleep, (ERASURE_PAUSE_S,))
+            complete = complete and erased
+        if not complete:
+            raise incomplete_error(conversation.id)
+
+    def _erase_once(self, path: str, options: Any) -> Steps[bool]:
+        """Ask the server to erase a session, and return whether nothing of it is left."""
+        try:
+            return is_erased((yield Apply(self._openai.delete, (path,), {"cast_to": object, "options": options})))
+        except openai.APIStatusError as error:
+            if not has_no_such_session(error):
+                raise
+            return True
+
+    def _prime(self, session: str, requests: Iterable[Priming]) -> Steps[int]:
+        """Send requests that prime a session, and return how many texts were new. Raises the OpenAI client's errors."""
+        added = 0
+        if path := self._requests.session_path(session):
+            for body, options in requests:
+                put = Apply(self._openai.put, (path,), {"cast_to": object, "body": body, "options": options})
+                added += added_by((yield put))
+        return added
+
+    def _prime_resumed(self, conversation: Conversation, call: Call) -> Steps[None]:
+        """Prime the server with a session that this client has resumed, before its first call. Never raises."""
+        if not (self._requests.extension and conversation.resumed) or conversation.server_told:
+            return
+        conversation.server_told = True
+        try:
+            messages = conversation.messages()[: conversation.resumed]
+            yield from self._prime(conversation.id, prime_resumed(messages, call.cache_salt))
+        except Exception as error:
+            logger.debug("agentspec: session %r: the server cannot be told of it: %s", conversation.id, error)
 
     def _forecast(self, conversation: Conversation) -> Forecast:
         resumed = conversation.messages()[: conversation.resumed]

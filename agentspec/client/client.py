@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import openai
 from typing_extensions import Unpack
@@ -21,28 +19,15 @@ from agentspec.client.base import ClientBase, SessionBase, StreamItem
 from agentspec.client.connection import ClientOptions, connect, remedies_noted
 from agentspec.client.history.conversation import Conversation, Gap, OnUnavailable
 from agentspec.client.loops.session_loops import Loops
+from agentspec.client.loops.steps import run_steps
 from agentspec.client.messages import Content
 from agentspec.client.option_checks import options_named
-from agentspec.client.priming import Priming, added_by
-from agentspec.client.request import (
-    ERASURE_PAUSE_S,
-    ERASURE_S,
-    PROBE_PATH,
-    TIMEOUT_S,
-    Call,
-    ResponseFormat,
-    Speculating,
-    has_no_such_session,
-    incomplete_error,
-    is_erased,
-)
+from agentspec.client.request import PROBE_PATH, Call, ResponseFormat, Speculating
 from agentspec.client.session_naming import SessionTags
 
 if TYPE_CHECKING:
     from agentspec.cache.store import Store
     from agentspec.client.forecast import Forecast, Tokenize
-
-logger = logging.getLogger(__name__)
 
 
 class AgentClient(ClientBase[openai.OpenAI]):
@@ -152,7 +137,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
             self._refuse_if_unusable()
         if reply.speculation is not None or (path := self._requests.counts_path(reply)) is None:
             return reply.speculation
-        return read_speculation(self._ask(path))
+        return read_speculation(run_steps(self._ask(path)))
 
     def close(self) -> None:
         """Write queued messages to the store, and close the connections."""
@@ -173,52 +158,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
         if self._requests.needs_probe(call):
             with self._probe_lock:
                 if self._requests.needs_probe(call):
-                    self._requests.learn(self._ask(PROBE_PATH))
-
-    def _erase(self, conversation: Conversation, cache_salts: Sequence[str]) -> None:
-        self._probe_sessions()
-        until, complete = time.monotonic() + ERASURE_S, True
-        for path, options in self._requests.erasures(conversation, cache_salts):
-            while not (erased := self._erase_once(path, options)) and time.monotonic() < until:
-                time.sleep(ERASURE_PAUSE_S)
-            complete = complete and erased
-        if not complete:
-            raise incomplete_error(conversation.id)
-
-    def _erase_once(self, path: str, options: Any) -> bool:
-        """Ask the server to erase a session, and return whether nothing of it is left."""
-        try:
-            return is_erased(self._openai.delete(path, cast_to=object, options=options))
-        except openai.APIStatusError as error:
-            if not has_no_such_session(error):
-                raise
-            return True
-
-    def _probe_sessions(self) -> None:
-        if self._requests.needs_probe_of_sessions():
-            self._requests.learn(self._ask(PROBE_PATH))
-
-    def _prime(self, session: str, requests: Iterable[Priming]) -> int:
-        """Send requests that prime a session, and return how many texts were new. Raises the OpenAI client's errors."""
-        added = 0
-        if path := self._requests.session_path(session):
-            for body, options in requests:
-                added += added_by(self._openai.put(path, cast_to=object, body=body, options=cast(Any, options)))
-        return added
-
-    def _prime_resumed(self, conversation: Conversation, call: Call) -> None:
-        """Prime the server with a resumed session, which it may not know. Never raises."""
-        try:
-            self._prime(conversation.id, self._resumed_priming(conversation, call))
-        except Exception as error:
-            logger.debug("agentspec: session %r: the server cannot be told of it: %s", conversation.id, error)
-
-    def _ask(self, path: str) -> object:
-        """Query the extension. Returns errors instead of raising them, so that the chat call does not fail."""
-        try:
-            return self._openai.get(path, cast_to=object, options={"timeout": TIMEOUT_S, "max_retries": 0})
-        except Exception as error:
-            return error
+                    self._requests.learn(run_steps(self._ask(PROBE_PATH)))
 
 
 class Session(SessionBase, Loops):
@@ -277,7 +217,7 @@ class Session(SessionBase, Loops):
         with call.turn as turn:
             self._check()
             self._client._probe(call)
-            self._client._prime_resumed(self._conversation, call)
+            run_steps(self._client._prime_resumed(self._conversation, call))
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             request = self._client._requests.build(call, turn.messages)
@@ -316,7 +256,7 @@ class Session(SessionBase, Loops):
         with self._conversation.reserved():
             erased = self._conversation.to_erase()
             with remedies_noted(self._client.openai):
-                self._client._erase(self._conversation, cache_salts)
+                run_steps(self._client._erase(self._conversation, cache_salts))
             self._forget(erased)
 
     def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
@@ -330,10 +270,10 @@ class Session(SessionBase, Loops):
         """
         self._client._refuse_if_unusable()
         self.load()
-        self._client._probe_sessions()
+        run_steps(self._client._probe_sessions())
         requests = list(self._priming(texts, cache_salt))  # all files are read before anything is sent
         with remedies_noted(self._client.openai):
-            return self._client._prime(self.id, requests)
+            return run_steps(self._client._prime(self.id, requests))
 
     def forecast(self) -> Forecast:
         """Return what speculation would bring on this session's calls, and what it brought where the server said so.
@@ -387,7 +327,7 @@ class Session(SessionBase, Loops):
         with call.turn as turn:
             self._check()
             self._client._probe(call)
-            self._client._prime_resumed(self._conversation, call)
+            run_steps(self._client._prime_resumed(self._conversation, call))
             request = self._client._requests.build(call, turn.messages, stream=True)
             completions: Any = self._client._connection(call).chat.completions
             send: Any = completions.stream if call.model_class else partial(completions.create, stream=True)

@@ -170,7 +170,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_clear_repeats_an_erasure_that_is_not_complete(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.client.client.ERASURE_PAUSE_S", 0.01)
+    monkeypatch.setattr("agentspec.client.base.ERASURE_PAUSE_S", 0.01)
     with AgentClient(base_url=server.url, model="small", store="memory://") as client:
         session = client.session("s")
         session.chat("one")
@@ -180,9 +180,8 @@ def test_clear_repeats_an_erasure_that_is_not_complete(server: FakeServer, monke
 
 
 async def test_clear_says_that_something_is_left(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("client", "async_client"):
-        monkeypatch.setattr(f"agentspec.client.{module}.ERASURE_S", 0.05)
-        monkeypatch.setattr(f"agentspec.client.{module}.ERASURE_PAUSE_S", 0.01)
+    monkeypatch.setattr("agentspec.client.base.ERASURE_S", 0.05)
+    monkeypatch.setattr("agentspec.client.base.ERASURE_PAUSE_S", 0.01)
     with AgentClient(base_url=server.url, model="small", store="memory://") as client:
         session = client.session("s")
         session.chat("one")

@@ -119,7 +119,7 @@ def test_a_probe_that_fails_for_now_is_repeated_later(server: FakeServer, monkey
 
 
 def test_a_probe_that_hangs_costs_its_timeout_once(plain_server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.client.client.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("agentspec.client.base.TIMEOUT_S", 0.1)
 
     def hang() -> tuple[int, object]:
         time.sleep(0.5)

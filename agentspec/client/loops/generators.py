@@ -29,7 +29,7 @@ from agentspec.client.loops.budget import (
 from agentspec.client.loops.steps import Apply, Steps, Together, check_count
 from agentspec.client.loops.tools import ToolBox, ToolRun, answer_text, named
 from agentspec.client.messages import Content, as_messages, check_text, encodable, shown
-from agentspec.client.request import KEEP_FOR
+from agentspec.client.request import KEEP_FOR, MODELS_PATH, RequestBuilder
 from agentspec.errors import AgentSpecError, InvalidInputError, SessionBusyError
 
 
@@ -248,8 +248,11 @@ def _context(account: Account, session: Any, options: Mapping[str, Any]) -> Step
     """Return the length of the context of the model that a call with these options asks, if the budget needs it."""
     if not account.limits_tokens:
         return None
-    length: int | None = yield Apply(session._context_of, (account.model_of(options),))
-    return length
+    requests: RequestBuilder = session._client._requests
+    model = account.model_of(options) or requests.model
+    if model not in requests.contexts:
+        return requests.learn_context(model, (yield from session._client._ask(MODELS_PATH)))
+    return requests.contexts[model]
 
 
 def _chat(

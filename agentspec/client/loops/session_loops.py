@@ -14,7 +14,7 @@ from agentspec.client.loops.generators import Stage, best_of, pipeline, refine, 
 from agentspec.client.loops.steps import run_loop, run_loop_async
 from agentspec.client.loops.tools import Tool, ToolBox
 from agentspec.client.messages import Content
-from agentspec.client.request import MODELS_PATH, RequestBuilder, ResponseFormat
+from agentspec.client.request import ResponseFormat
 
 
 class Loops:
@@ -24,16 +24,6 @@ class Loops:
     The result keeps an error of a call, a critic, a reward, a tool or a stage's prompt; `stopped` is then "error"
     unless the loop could go on. KeyboardInterrupt and errors of on_progress end the loop, and leave the session usable.
     """
-
-    _client: Any  # of the Session
-
-    def _context_of(self, model: str | None) -> int | None:
-        """Return the length of a model's context, for budgets of tokens. None stands for the client's model."""
-        requests: RequestBuilder = self._client._requests
-        model = model or requests.model
-        if model in requests.contexts:
-            return requests.contexts[model]
-        return requests.learn_context(model, self._client._ask(MODELS_PATH))
 
     def refine(
         self,
@@ -120,16 +110,6 @@ class AsyncLoops:
     Critics, rewards, tools and prompts may be asynchronous functions; other functions run in threads. Cancelling the
     task ends a loop, and leaves the session usable.
     """
-
-    _client: Any  # of the AsyncSession
-
-    async def _context_of(self, model: str | None) -> int | None:
-        """Return the length of a model's context, as `Loops._context_of` does."""
-        requests: RequestBuilder = self._client._requests
-        model = model or requests.model
-        if model in requests.contexts:
-            return requests.contexts[model]
-        return requests.learn_context(model, await self._client._ask(MODELS_PATH))
 
     async def refine(
         self,

@@ -1,6 +1,6 @@
-"""Run the steps of a loop: with threads in a synchronous program, with tasks in asyncio.
+"""Do the steps of a generator: with threads in a synchronous program, with tasks in asyncio.
 
-A loop is a generator. It yields a step to do, and is sent the step's result or error.
+Loops and requests to the extension are such generators. They yield a step, and are sent its result or error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentspec.errors import InvalidInputError
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Any, Any, T]
-"""A loop: yields Apply and Together, and returns its result."""
+"""Generator that yields Apply and Together, and returns its result."""
 
 
 class Apply(NamedTuple):
@@ -49,7 +49,7 @@ def check_count(name: str, count: int) -> None:
 def run_loop(account: Account, steps: Steps[Stopped]) -> LoopResult[Any]:
     """Run a loop to its end, in this thread and others."""
     try:
-        stopped = _drive(steps)
+        stopped = run_steps(steps)
     except BudgetSpentError as error:
         stopped = error.what
     finally:
@@ -57,7 +57,8 @@ def run_loop(account: Account, steps: Steps[Stopped]) -> LoopResult[Any]:
     return account.result(stopped)
 
 
-def _drive(steps: Steps[T]) -> T:
+def run_steps(steps: Steps[T]) -> T:
+    """Do the steps in this thread and others, and return their result."""
     with closing(steps):
         result, error = None, None
         while True:
@@ -101,7 +102,7 @@ def _run_together(step: Together) -> None:
                 steps, future = waiting.popleft()
             except IndexError:  # there is none left
                 return
-            _settle(future, functools.partial(_drive, steps))
+            _settle(future, functools.partial(run_steps, steps))
             if future.exception() is not None:
                 waiting.clear()
                 return
@@ -160,7 +161,7 @@ def _as_error(raised: Exception | SystemExit | asyncio.CancelledError) -> Except
 async def run_loop_async(account: Account, steps: Steps[Stopped]) -> LoopResult[Any]:
     """Run a loop to its end, in this task and others."""
     try:
-        stopped = await _drive_async(steps)
+        stopped = await run_steps_async(steps)
     except BudgetSpentError as error:
         stopped = error.what
     finally:
@@ -168,7 +169,8 @@ async def run_loop_async(account: Account, steps: Steps[Stopped]) -> LoopResult[
     return account.result(stopped)
 
 
-async def _drive_async(steps: Steps[T]) -> T:
+async def run_steps_async(steps: Steps[T]) -> T:
+    """Do the steps in this task and others, and return their result."""
     with closing(steps):
         result, error = None, None
         while True:
@@ -201,7 +203,7 @@ async def _perform_async(step: Any) -> Any:
 
     async def one(steps: Steps[None]) -> None:
         async with free:
-            await _drive_async(steps)
+            await run_steps_async(steps)
 
     tasks = [asyncio.create_task(one(steps)) for steps in step.loops]
     try:
