@@ -33,27 +33,31 @@ if TYPE_CHECKING:
 class AgentClient(ClientBase[openai.OpenAI]):
     """Chat with any OpenAI-compatible server, in sessions that are stored and that the server can draft from.
 
-    base_url, api_key: the OpenAI client's options; with a `base_url` the key is optional.
-    model: the served model's name; a call can name another with `model=`.
-    store: where sessions are kept: "auto" (a SQLite file in the user's data folder), a URL
-        (`sqlite:///…`, `redis://…`, `memory://`), a store object, or None for this client's memory only.
-    session_tags: how calls name their session to the server. "auto": in the header X-Session-ID, and also in the
-        body's `session_id` and `vllm_xargs.session_id` if the server has the extension; "header", "body": only there,
-        with any server; "off": nowhere. Only the body can name a group. "vllm", "sglang", "dynamo", "aibrix", "openai"
-        (`prompt_cache_key`), "litellm": as these servers and gateways read it.
-    speculation: whether servers with the extension send `reply.speculation`; "detailed" adds the tokens that each step
-        drafted and the source of each token.
-    record: file that gets a JSON line for each reply, with its text and, from servers with the extension, the source of
-        each token: the input of `agentspec report`.
-    tokenizer: where forecasts get tokens. "server": vLLM sends their ids with each answer. A tokenizer.json, a model's
-        folder or name, or a function from text to token ids: messages are tokenised here. None: an approximation.
-    thoughts: whether a reasoning model's thoughts go back to it with the history, in the field in which its server sent
-        them. Most such models need them between tool calls. OpenAI's API, which sends none, gets none.
-    options: any other option of the OpenAI client (timeout, max_retries, http_client, ...).
+    model: name of the served model. A call can name another with `model=`.
+    base_url, api_key: as for the OpenAI client. With a `base_url` the key is optional.
+    store: where sessions are kept.
+        "auto": in a SQLite file in the user's data folder.
+        A URL (`sqlite:///…`, `redis://…`, `memory://`) or a store object: there.
+        None: in this client's memory only.
+    session_tags: how calls name their session to the server. Only the body of a request can name a group.
+        "auto": in the header X-Session-ID. For a server with the extension also in the body, as `session_id` and
+            `vllm_xargs.session_id`.
+        "header", "body": only there, with any server. "off": nowhere.
+        "vllm", "sglang", "dynamo", "aibrix", "openai" (`prompt_cache_key`), "litellm": as they read it.
+    speculation: whether servers with the extension send `reply.speculation`. "detailed" adds each step's tokens and
+        their sources.
+    record: file that gets a JSON line for each reply, with its text and its tokens' sources, for `agentspec report`.
+    tokenizer: where forecasts get tokens.
+        "server": vLLM sends their ids with each answer.
+        A tokenizer.json, a model's folder or name, or a function from text to token ids: messages are tokenised here.
+        None: an approximation.
+    thoughts: whether a reasoning model gets its thoughts back with the history, in the field in which its server sent
+        them. Most such models need them between tool calls. OpenAI's API sends none and gets none.
+    options: any other option of the OpenAI client, such as timeout, max_retries or http_client.
 
     Raises ConfigurationError for an option that cannot work, and StoreError if a store given by URL cannot be opened.
-    Calls raise the OpenAI client's errors unchanged. Threads may share a client; a forked process must make its own. A
-    session takes one call at a time.
+    Calls raise the OpenAI client's errors unchanged. A session takes one call at a time. Threads may share a client; a
+    forked process must make its own.
     """
 
     def __init__(
@@ -84,11 +88,14 @@ class AgentClient(ClientBase[openai.OpenAI]):
     ) -> Session:
         """Return the session with this id and its stored messages; without an id, a new session.
 
-        group: the problem that several sessions answer, such as an RL problem; they draft from each other's answers
-        first. It is not stored, so name it again in another process, or once no Session of this id is held here.
-        on_unavailable: what to do if the stored messages cannot be read. "raise": raise a StoreError at the first use,
-        before anything is sent. "empty": start without them; new messages are stored behind them.
+        group: the problem that several sessions answer, such as an RL problem. They draft from each other's answers
+            first. The group is not stored: name it again in another process, or once no Session of this id is held
+            here.
         parent: the session that started this one; see Session.child().
+        on_unavailable: what to do if the stored messages cannot be read.
+            "raise": raise a StoreError at the first use, before anything is sent.
+            "empty": start without them. New messages are stored behind them.
+
         Sessions of one id and client share their messages, group and parent. A session without an id is kept in memory
         only, as long as it is used. Raises InvalidSessionError for an id that is empty, longer than 256 characters or
         has control characters or line ends.
@@ -201,16 +208,18 @@ class Session(SessionBase, Loops):
         """Send the history and `content` (a string is a user message; None sends the history alone).
 
         response_format: a pydantic model (then `reply.parsed` is an instance) or the API's own format.
-        options: any option of `chat.completions.create`, tools included, and `max_retries`, the OpenAI client's for
-        this call. prediction: a text that the answer will probably resemble, such as a file that is to be edited
-        (OpenAI's Predicted Outputs). Only servers that take predictions get it, and `reply.usage` counts the accepted
-        and rejected tokens. predict: "auto" predicts the session's last answer if the answers before were edits of each
-        other; off by default, because OpenAI bills rejected tokens.
+        options: any option of `chat.completions.create`, tools included, and these:
+            max_retries: the OpenAI client's, for this call.
+            prediction: a text that the answer will probably resemble, such as a file that is to be edited (OpenAI's
+                Predicted Outputs). Only servers that take predictions get it, and `reply.usage` counts the accepted and
+                rejected tokens.
+            predict: "auto" predicts the session's last answer if the answers before were edits of each other. Off by
+                default, because OpenAI bills rejected tokens.
 
         Raises StoreError before anything is sent if the session is resumed and its store is away. Raises
-        SessionConflictError if another client has added messages or erased the session, or if the store lost it: before
-        anything is sent, or, if both called at once, after the answer, which `messages` then has. While the store is
-        slow or away, a conflict shows at a later call.
+        SessionConflictError if another client has added messages or erased the session, or if the store lost it. The
+        conflict shows before anything is sent. If both clients called at once, it shows after the answer, which
+        `messages` then has. While the store is slow or away, it shows at a later call.
         """
         call = self._call(content, response_format, options)
         self.load()
@@ -245,9 +254,11 @@ class Session(SessionBase, Loops):
     def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
         """Erase all messages: on the server, if it has the extension, and in the client's store.
 
-        The sessions of this client's loops (best_of's answers, a pipeline's stages) are erased, too. So are the other
-        sessions that a `cache_salt` makes on the server, for the latest 1,000 salts that this client's calls have sent
-        in each of the latest 10,000 sessions. cache_salts: further ones.
+        The sessions of this client's loops (best_of's answers, a pipeline's stages) are erased, too. So are the
+        sessions that a `cache_salt` makes on the server: the client remembers the latest 1,000 salts that its calls
+        sent in each of the latest 10,000 sessions.
+        cache_salts: further salts, such as those that another process sent.
+
         An error of the server (openai.APIError) or the store (StoreError) leaves the messages here unchanged; call
         clear() again to erase the rest. StoreUnavailableError: the text is still in the database of the server or of
         this client, because another process reads there.
@@ -262,10 +273,12 @@ class Session(SessionBase, Loops):
     def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
         """Let the server draft for this session from texts that it has not seen there. Return how many were new to it.
 
-        texts: strings, and Path objects that name files of UTF-8 text; None: this session's history. A server without
-        the extension gets nothing, and 0 is returned. cache_salt: the salt that the session's calls send, if any.
-        The server keeps the texts as it keeps the session, and clear() erases them, too. Before a resumed session's
-        first call, the client by itself primes a server that doesn't know the session with its history.
+        texts: strings, and Path objects that name files of UTF-8 text; None: this session's history.
+        cache_salt: the salt that the session's calls send, if any.
+
+        A server without the extension gets nothing, and 0 is returned. The server keeps the texts as it keeps the
+        session, and clear() erases them, too. No priming is needed for a resumed session: before its first call, the
+        client gives its history to a server that doesn't know the session.
         Raises the OpenAI client's errors, and InvalidInputError for a file that cannot be read.
         """
         self._client._refuse_if_unusable()

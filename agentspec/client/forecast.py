@@ -42,10 +42,13 @@ class Forecast(DraftRates):
     """Hold what speculation would bring on the calls of a session, and what it brought where that is known.
 
     calls: model calls of the session that were replayed. Calls since the last forecast wait in memory, up to 64 MiB for
-    all sessions together; beyond that the oldest are missing. tokens: tokens of their answers. steps: decode steps,
-    each of which gives its accepted tokens and one more. drafted, accepted: draft tokens verified and accepted.
-    accepted_by_source: `accepted` by the source of the token. tokens_from: where the tokens come from: the "server", a
-    "tokenizer", or an "approximation" of one. measured: the sum of the servers' own figures; None without any.
+        all sessions together; beyond that the oldest are missing.
+    tokens: tokens of their answers.
+    steps: decode steps, each of which gives its accepted tokens and one more.
+    drafted, accepted: draft tokens verified and accepted.
+    accepted_by_source: `accepted` by the source of the token.
+    tokens_from: where the tokens come from: the "server", a "tokenizer", or an "approximation" of one.
+    measured: the sum of the servers' own figures; None without any.
     measured_calls: number of calls that `measured` adds up.
     """
 

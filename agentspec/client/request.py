@@ -116,9 +116,10 @@ class RequestBuilder:
     """Build a client's requests from its settings and from what it knows about its server.
 
     extension: whether the server has agentspec's extension. The answer to a probe is final. If the probe fails (no
-    connection, 5xx), the client assumes no extension and probes again RETRY_AFTER_S seconds later. token_ids: whether
-    to ask servers for the token ids of prompts and answers, which vLLM sends. thoughts: whether to send back what a
-    reasoning model thought. host: name of the server's host; OpenAI's API refuses thoughts.
+        connection, 5xx), the client assumes no extension and probes again RETRY_AFTER_S seconds later.
+    token_ids: whether to ask servers for the token ids of prompts and answers, which vLLM sends.
+    thoughts: whether to send back what a reasoning model thought.
+    host: name of the server's host; OpenAI's API refuses thoughts.
 
     Raises ConfigurationError for a setting that cannot work.
     """

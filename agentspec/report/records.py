@@ -24,9 +24,10 @@ _SHOWN_DIGITS = 8
 class Turn:
     """Hold one reply, or the sums over several. Without figures of a server with the extension, `steps` is 0.
 
-    seconds: duration of the call; None if it is not known. text: None in a record that holds no text. detail: its
-    steps, if the record has them. without_steps, without_seconds: in a sum, the tokens of replies whose steps or
-    seconds are not known.
+    seconds: duration of the call; None if it is not known.
+    text: None in a record that holds no text.
+    detail: its steps, if the record has them.
+    without_steps, without_seconds: in a sum, the tokens of replies whose steps or seconds are not known.
     """
 
     tokens: int = 0

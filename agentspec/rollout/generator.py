@@ -57,10 +57,11 @@ class RolloutGenerator:
     """Sample problems with an engine, and write the samples to a journal.
 
     engine: an engine of this process, or on Ray. Made with ``rollout_options`` it drafts, and the samples have draft
-    figures. A problem's samples are a group: they draft from each other and from those of earlier epochs and runs.
-    reward_seconds: longest time for a call of ``reward``; None: no limit. max_waiting: requests given to the engine
-    beyond those that it runs, so that it always has a next one. Raises ConfigurationError for arguments that cannot
-    work.
+        figures. A problem's samples are a group: they draft from each other and from those of earlier epochs and runs.
+    reward_seconds: longest time for a call of ``reward``; None: no limit.
+    max_waiting: requests given to the engine beyond those that it runs, so that it always has a next one.
+
+    Raises ConfigurationError for arguments that cannot work.
     """
 
     def __init__(
@@ -98,18 +99,18 @@ class RolloutGenerator:
     ) -> Iterator[EpochFigures]:
         """Sample the answers that the journal lacks, epoch by epoch. Yields each epoch's figures when it is complete.
 
-        progress: called after each engine step that finished a sample. scored: called with the number of samples scored
-        so far and the number of all, while samples that the journal holds without a reward are scored. tokenised:
-        likewise, with numbers of problems, while their prompts become tokens.
+        progress: called after each engine step that finished a sample.
+        scored: called while samples that the journal holds without a reward are scored, with the number of those scored
+            so far and the number of all.
+        tokenised: called while the prompts become tokens, with the number of problems so far and the number of all.
 
         If the caller stops, or an error is raised, the engine's open requests are aborted; the journal has all finished
         samples. A sample is written as soon as its reward is known. A KeyboardInterrupt during the wait for rewards
         writes the other samples without one. With a reward function, samples that the journal holds without a reward
         are scored first, and written every half minute.
 
-        Raises InvalidInputError for two problems with one id, for an id or fields that cannot be written and read
-        again, for prompts that the model cannot take, and for a journal whose samples are of another model or another
-        sampling.
+        Raises InvalidInputError for two problems with one id, and for an id or fields that cannot be written and read
+        again. Raises it also for prompts that the model cannot take, and for a journal of another model or sampling.
         """
         by_id = _by_id(problems)
         self._sampling = distribution(self._engine.model, plan) | self._engine.loaded

@@ -31,8 +31,8 @@ class Journal:
     """Write samples to a file, and know which ones it holds.
 
     Opening a file that exists removes a last line that was cut off. Raises InvalidInputError that names a line which is
-    not a sample or repeats one, for a file that another process writes, and for a pipe or a device, which cannot be
-    read again (except /dev/null, which keeps nothing). The file is unchanged then. Forked processes have it closed.
+    not a sample or repeats one, and for a file that another process writes. Raises it also for a pipe or a device,
+    which cannot be read again, except /dev/null. The file is unchanged then. Forked processes have it closed.
     """
 
     def __init__(self, path: Path) -> None:

@@ -19,10 +19,13 @@ _MOST_TOKENS = 2**31 - 1
 class Plan:
     """Say what to sample.
 
-    samples: answers to each problem in each epoch. max_tokens: longest response. seed: seeds each sample's random
-    numbers, together with the sample's key, so that a rollout without drafts can be repeated. vLLM then draws them row
-    by row, which takes time in large batches. None: the engine's seed, which must differ from run to run: otherwise a
-    resumed rollout repeats samples. stop: texts that end a response.
+    samples: answers to each problem in each epoch.
+    max_tokens: longest response.
+    seed: seeds each sample's random numbers, together with the sample's key, so that a rollout without drafts can be
+        repeated. vLLM then draws them row by row, which takes time in large batches. None: the engine's seed, which
+        must differ from run to run: otherwise a resumed rollout repeats samples.
+    stop: texts that end a response.
+
     Raises ConfigurationError for a value out of range.
     """
 

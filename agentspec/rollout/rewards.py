@@ -44,9 +44,11 @@ class Rewards:
     """Score samples, a few at a time. The threads are daemons: none of them keeps the program from ending.
 
     reward: function that gets copies of problem and sample; None leaves the samples as they are. Its changes to the
-    sample's fields are kept if they can be written as JSON; if not, the reward has failed. seconds: longest time of a
-    call; None: no limit. Then the sample gets an error in place of a reward. An asynchronous call is cancelled, and the
-    thread of any other call is left to itself. Raises ConfigurationError for ``seconds`` that are not above 0.
+        sample's fields are kept if they can be written as JSON; if not, the reward has failed.
+    seconds: longest time of a call; None: no limit. A sample whose call takes longer gets an error in place of a
+        reward. An asynchronous call is cancelled, and the thread of any other call is left to itself.
+
+    Raises ConfigurationError for ``seconds`` that are not above 0.
     """
 
     def __init__(self, reward: Reward | None, seconds: float | None = None) -> None:

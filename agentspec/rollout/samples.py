@@ -22,14 +22,20 @@ class Key(NamedTuple):
 class Sample:
     """Hold one finished sample.
 
-    prompt_ids, completion_ids: token ids. logprobs: log probability of each completion token, under the distribution
-    that it was sampled from (vLLM's ``processed_logprobs``). finish_reason: vLLM's, such as "stop" or "length".
-    weight_version: version of the weights that wrote it. reward: None without a reward function, or if it failed
-    (reward_error says why). In the file, these texts are "" where they are None. steps: decode steps that it took.
-    drafted, accepted: numbers of draft tokens. sampling: the settings that decided its distribution: model,
-    temperature, top_p, max_tokens, stop, revision, dtype, quantization and kv_cache_dtype; None in files of earlier
-    releases. fields: the problem's fields. A value that JSON has no form for is written as its text, NaN and infinity
-    as null, half of a surrogate pair as its escape (``\\udce9``).
+    prompt_ids, completion_ids: token ids.
+    logprobs: log probability of each completion token, under the distribution that it was sampled from (vLLM's
+        ``processed_logprobs``).
+    finish_reason: vLLM's, such as "stop" or "length". In the file, this text and the next two are "" where they are
+        None.
+    weight_version: version of the weights that wrote it.
+    reward_error: why the reward failed.
+    reward: None without a reward function, or if it failed.
+    steps: decode steps that it took.
+    drafted, accepted: numbers of draft tokens.
+    sampling: the settings that decided its distribution: model, temperature, top_p, max_tokens, stop, revision, dtype,
+        quantization and kv_cache_dtype; None in files of earlier releases.
+    fields: the problem's fields. A value that JSON has no form for is written as its text, NaN and infinity as null,
+        half of a surrogate pair as its escape (``\\udce9``).
     """
 
     id: str

@@ -50,10 +50,12 @@ class Gap(NamedTuple):
 class Conversation:
     """Keep a history that grows by whole turns, so that a call that fails leaves it unchanged.
 
-    id: the session's id; "" for calls without a session. parent: id of the session that started it.
-    loaded: whether the stored messages have been read; True for a new session, which has none. unsaved: set of
-    conversations with messages that cannot be stored before the stored ones have been read; this one enters and leaves
-    it by itself. erasures: list of the other sessions that the server has to erase with this one.
+    id: the session's id; "" for calls without a session.
+    parent: id of the session that started it.
+    loaded: whether the stored messages have been read; True for a new session, which has none.
+    unsaved: set of the conversations that have messages to store once the stored ones have been read. This one enters
+        and leaves it by itself.
+    erasures: list of the other sessions that the server has to erase with this one.
     """
 
     def __init__(

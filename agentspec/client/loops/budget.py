@@ -37,8 +37,8 @@ class Budget:
         failed call only as often as surely fits, if each pause is the longest and each try takes the whole timeout. A
         shorter `timeout` leaves more retries. In asyncio a call, tool or critic that runs into the limit is cancelled.
         A synchronous loop interrupts no tool and no critic. It ends a call only if the server sends nothing for as long
-        as was left when the call began, so an answer that comes in small pieces can take longer, and so can a retry
-        before which the server asks for a pause (Retry-After, up to two minutes).
+        as was left when the call began. So an answer that comes in small pieces can take longer. So can a retry before
+        which the server asks for a pause (Retry-After, up to two minutes).
     """
 
     requests: int | None = None
@@ -72,10 +72,14 @@ class Spent:
 class Attempt(Generic[ParsedT]):
     """Hold one call of a loop, its answer and the verdict on it.
 
-    name: the attempt's name, such as "attempt 2" or the name of a pipeline's stage. number: the call's number in its
-    loop, from 1. reply: the answer; None if the call failed. error: the error that the call, the critic or the reward
-    raised. feedback: the critic's objection; None if the critic is content or was not asked. score: the reward. tools:
-    the tool calls of the answer. seconds: from the request to the verdict.
+    name: the attempt's name, such as "attempt 2" or the name of a pipeline's stage.
+    number: the call's number in its loop, from 1.
+    reply: the answer; None if the call failed.
+    error: the error that the call, the critic or the reward raised.
+    feedback: the critic's objection; None if the critic is content or was not asked.
+    score: the reward.
+    tools: the tool calls of the answer.
+    seconds: from the request to the verdict.
     """
 
     name: str
@@ -113,8 +117,9 @@ error."""
 class LoopResult(Generic[ParsedT]):
     """Hold all that a loop did.
 
-    best: the attempt that the loop chose; None if it chose none. attempts: all attempts, in the order in which they
-    began. stopped: why the loop ended; "done" if it has the answer that was wanted.
+    best: the attempt that the loop chose; None if it chose none.
+    attempts: all attempts, in the order in which they began.
+    stopped: why the loop ended; "done" if it has the answer that was wanted.
     """
 
     best: Attempt[ParsedT] | None

@@ -37,9 +37,12 @@ from agentspec.errors import AgentSpecError, InvalidInputError, SessionBusyError
 class Stage:
     """Describe one stage of a pipeline: a sub-agent with a session of its own.
 
-    name: name of its attempts. prompt: text that is put before the stage's input, or a function that makes the message
-    from the input. system: the stage's system message. critic, attempts: refine the stage's answer, as `Session.refine`
-    does. options: options of its calls, which win over the pipeline's.
+    name: name of its attempts.
+    prompt: text that is put before the stage's input, or a function that makes the message from the input.
+    system: the stage's system message.
+    critic, attempts: refine the stage's answer, as `Session.refine` does.
+    options: options of its calls, which win over the pipeline's.
+
     Raises InvalidInputError for fields that cannot be used.
     """
 
