@@ -61,13 +61,9 @@ class RayWorker:
             self._engine.update_weights(*weights)
         self._open: set[str] = set()
 
-    def max_running(self) -> int:
-        """Return the most requests that run at once. An answer means that the engine is ready."""
-        return self._engine.max_running
-
-    def loaded(self) -> dict[str, Any]:
-        """Return how vLLM loaded the model."""
-        return self._engine.loaded
+    def ready(self) -> tuple[int, dict[str, Any]]:
+        """Return the engine's `max_running` and `loaded`. An answer means that the engine has started."""
+        return self._engine.max_running, self._engine.loaded
 
     def work(self, requests: Sequence[Request]) -> list[Answer]:
         """Start requests, and step until a request finishes or the turn is over. Return the finished answers."""
@@ -88,25 +84,9 @@ class RayWorker:
         self._engine.abort(request_ids)
         self._open.difference_update(request_ids)
 
-    def tokenise(self, prompt: Any, tools: Any) -> list[int]:
-        """Return a prompt's token ids."""
-        return self._engine.tokenise(prompt, tools)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        return self._engine.decode(tokens)
-
-    def update_weights(self, update: Callable[[Any, int], Any], epoch: int) -> Any:
-        """Load an epoch's weights. Return their version."""
-        return self._engine.update_weights(update, epoch)
-
-    def begin_epoch(self) -> None:
-        """Tell agentspec that an epoch begins."""
-        self._engine.begin_epoch()
-
-    def close(self) -> None:
-        """End the engine, so that the store has every finished turn."""
-        self._engine.close()
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the engine, and return its result."""
+        return getattr(self._engine, method)(*arguments)
 
 
 @dataclass(slots=True)
@@ -141,13 +121,14 @@ class RayEngine:
         self._groups: dict[str, _Member] = {}
         self._members = [_Member(number, make(next(self._made), None)) for number in range(workers)]
         try:
-            self.max_running = sum(self._get(member.actor.max_running.remote()) for member in self._members)
-            self.loaded: dict[str, Any] = self._get(self._members[0].actor.loaded.remote())
+            started: list[tuple[int, dict[str, Any]]] = [self._get(each.actor.ready.remote()) for each in self._members]
         except BaseException as error:
             self._kill(*self._members)  # otherwise those that did start would keep their GPUs
             if isinstance(error, ray.exceptions.RayError):
                 raise RolloutError(f"a worker did not start: {_reason(error)}") from error
             raise
+        self.max_running = sum(max_running for max_running, _ in started)
+        self.loaded = started[0][1]
 
     @classmethod
     def start(cls, model: str, workers: int, **options: Any) -> "RayEngine":
@@ -242,7 +223,7 @@ class RayEngine:
     def update_weights(self, update: Callable[[Any, int], Any], epoch: int) -> Any:
         """Load an epoch's weights on every worker, at the same time. Return their version."""
         self._weights = None  # a worker that replaces a dead one is told below, not when it is made
-        calls = [member.actor.update_weights.remote(update, epoch) for member in self._members]
+        calls = [member.actor.call.remote("update_weights", update, epoch) for member in self._members]
         version: Any = None
         for member, call in zip(self._members, calls, strict=True):
             while call is not None:
@@ -250,18 +231,18 @@ class RayEngine:
                     version, call = self._get(call), None
                 except self._ray.exceptions.RayError as error:
                     self._replace(member, error)
-                    call = member.actor.update_weights.remote(update, epoch)
+                    call = member.actor.call.remote("update_weights", update, epoch)
         self._weights = (update, epoch)
         return version
 
     def begin_epoch(self) -> None:
         """Tell agentspec in the workers that an epoch begins (setting ``history_window``)."""
         for member in self._members:
-            member.actor.begin_epoch.remote()
+            member.actor.call.remote("begin_epoch")
 
     def close(self) -> None:
         """End the workers once the store has their finished turns. Logs a worker's error instead of raising it."""
-        calls = [member.actor.close.remote() for member in self._members]
+        calls = [member.actor.call.remote("close") for member in self._members]
         try:
             for member, call in zip(self._members, calls, strict=True):
                 try:
@@ -274,11 +255,11 @@ class RayEngine:
             self._kill(*self._members)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the first worker, again if that dies and is replaced."""
+        """Call a method of the first worker's engine, again if that worker dies and is replaced."""
         member = self._members[0]
         while True:
             try:
-                return self._get(getattr(member.actor, method).remote(*arguments))
+                return self._get(member.actor.call.remote(method, *arguments))
             except self._ray.exceptions.RayError as error:
                 self._replace(member, error)
 

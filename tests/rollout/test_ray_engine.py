@@ -39,11 +39,8 @@ class Worker:
         self.closing: Exception | None = None
         self.killed = False
 
-    def max_running(self) -> int:
-        return 2
-
-    def loaded(self) -> dict[str, Any]:
-        return {"dtype": "float32"}
+    def ready(self) -> tuple[int, dict[str, Any]]:
+        return 2, {"dtype": "float32"}
 
     def work(self, requests: Sequence[Request]) -> list[Answer]:
         self.open += [request[0] for request in requests]
@@ -84,13 +81,15 @@ class Ray:
         worker = Worker(number, weights)
         self.workers.append(worker)
 
-        def method(name: str) -> Any:
-            return SimpleNamespace(remote=lambda *given: Call(getattr(worker, name), given))
+        def asked(name: str, *given: Any) -> Any:
+            function = getattr(worker, name)
+            return function(*given) if name in ("begin_epoch", "abort") else Call(function, given)
 
-        names = ("max_running", "loaded", "work", "tokenise", "update_weights", "close")
-        asked = {name: method(name) for name in names}
-        told = {name: SimpleNamespace(remote=getattr(worker, name)) for name in ("begin_epoch", "abort")}
-        return SimpleNamespace(**asked, **told, worker=worker)
+        def method(*name: str) -> Any:
+            return SimpleNamespace(remote=lambda *given: asked(*name, *given))
+
+        asking = {name: method(name) for name in ("ready", "work", "abort")}
+        return SimpleNamespace(**asking, call=method(), worker=worker)
 
     def kill(self, actor: Any) -> None:
         actor.worker.killed = True
@@ -182,7 +181,7 @@ def test_workers_that_started_end_where_another_does_not(ray: Ray) -> None:
     def make(number: int, weights: Weights | None) -> Any:
         actor = ray.make(number, weights)
         if number == 1:
-            actor.max_running.remote = lambda: Call(failing(ActorError("out of memory")), ())
+            actor.ready.remote = lambda: Call(failing(ActorError("out of memory")), ())
         return actor
 
     with pytest.raises(RolloutError, match=r"^a worker did not start: out of memory$"):
