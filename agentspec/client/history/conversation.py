@@ -290,9 +290,10 @@ class Conversation:
     def answer_calls(self, kept_for: Reservation, answers: Mapping[int, str], otherwise: str) -> None:
         """Append the answers to the latest message's tool calls, and end the reservation that `turn` left for them.
 
-        kept_for: that reservation. Without it, as when the model called no tools, does nothing. answers: by the call's
-        index. otherwise: the answer to the other calls. Appends after a conflict, too, as a turn does, so that no call
-        stays unanswered.
+        kept_for: that reservation. Nothing happens unless it holds the session, as when the model called no tools.
+        answers: the answers by the call's index. otherwise: the answer to the other calls.
+
+        Appends after a conflict, too, as a turn does, so that no call stays unanswered.
         """
         try:
             self._answer_calls(kept_for, answers, otherwise)

@@ -22,9 +22,10 @@ class Said(NamedTuple):
 class ClientView:
     """Hold what one client knows of a session in the store: how far it has read and written.
 
-    last: cursor of the last entry that the client has read or written; None if there was none. known: False while the
-    session is unread, because the client has taken its history as empty. offset: number of positions before the
-    client's first message. conflict: whether another client wrote behind ``last``, so that this one writes no more.
+    last: cursor of the last entry that the client has read or written; None if there was none.
+    known: False while the session is unread, because the client has taken its history as empty.
+    offset: number of positions before the client's first message.
+    conflict: whether another client wrote behind ``last``, so that this one writes no more.
     """
 
     session: str
