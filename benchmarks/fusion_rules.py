@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache import SOURCES, StepDrafts
-from agentspec.server_ext import FREE
+from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion.draft_model import RESTS, StepModel
 from agentspec.server_ext.fusion.fusion import DraftFusion, FusedDrafts
 from agentspec.server_ext.fusion.scheduler import PassTime
@@ -43,7 +43,7 @@ def _draft_by_threshold(
     )
     assert model.choices is not None
     batch = [int(row) for row in rows.rows]
-    answer = model.launch(batch, np.full((len(batch), model.choices[-1]), FREE, dtype=np.int64))().tokens
+    answer = model.launch(batch, np.full((len(batch), model.choices[-1]), UNFORCED, dtype=np.int64))().tokens
     drafts = []
     for i, row in enumerate(batch):
         most = int(rows.max_draft_tokens[i])

@@ -24,5 +24,5 @@ In the engine's process, without vLLM and torch:
 ``vllm_launch``   ``engine_options``, for an offline ``LLM``
 """
 
-FREE = -1
+UNFORCED = -1
 """Entry of a proposal at which a draft model takes its own token, for fusion and the speculators alike."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.server_ext import FREE
+from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion.draft_model import RESTS
 from agentspec.server_ext.vllm_adapter import api_request_id
 from agentspec.server_ext.vllm_adapter.worker import skipped_passes
@@ -49,7 +49,7 @@ class Recorder:
             self.rests += 1
             bound.rest()
         else:
-            answer = bound.launch(rows, np.full((len(rows), bound.positions), FREE, np.int64))()
+            answer = bound.launch(rows, np.full((len(rows), bound.positions), UNFORCED, np.int64))()
             for at, row in enumerate(rows):
                 drafted = zip(answer.tokens[at].tolist(), answer.probabilities[at].tolist(), strict=True)
                 self.drafts[f"{ids[row]} {lengths[row]}"] = list(drafted)

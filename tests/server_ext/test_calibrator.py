@@ -187,7 +187,7 @@ class TestAlternatives:
         alternatives = weigh(AcceptanceCalibrator(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 2)
         assert tokens_of(alternatives.drafts()) == [[1, 2]]
 
-    def test_a_free_row_that_went_another_way_is_not_mixed_in(self) -> None:
+    def test_an_unforced_row_that_went_another_way_is_not_mixed_in(self) -> None:
         """Two rows of one batch may differ by rounding, and so in a token."""
         alternatives = weigh(
             AcceptanceCalibrator(), 10, [1, 2], [0.9] * 2, row([1, 2, 3], [5, 2, 3]), row([6, 7, 8], [6, 7, 8]), 8

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from agentspec.cache import SuffixCache
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext import FREE
+from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.identity import Identity
@@ -152,7 +152,7 @@ class SureModel:
     choices = None
 
     def launch(self, rows: Sequence[int], proposals: NDArray[np.int64]) -> Callable[[], ModelDraft]:
-        tokens = np.where(proposals == FREE, 7, proposals)
+        tokens = np.where(proposals == UNFORCED, 7, proposals)
         sure = np.full(tokens.shape, 0.99, np.float32)
         return lambda: ModelDraft(tokens, sure, tokens, sure)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from agentspec.cache import DraftPolicy, SuffixCache
-from agentspec.server_ext import FREE
+from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion import DraftFusion, ModelDraft
 from agentspec.server_ext.fusion.calibrator import UNKNOWN
 from agentspec.server_ext.fusion.draft_model import RESTS, Int64
@@ -39,7 +39,7 @@ class Oracle:
         truth = np.array([self._text[self.length : self.length + 3]] * len(rows))
         wrong = self._random.random((1, 3)) > self._right
         top = np.where(wrong, 1, truth)
-        tokens = np.where(proposals == FREE, top, proposals)
+        tokens = np.where(proposals == UNFORCED, top, proposals)
         given = np.where(tokens == top, self._sure, 0.05)
         return lambda: ModelDraft(tokens, given.astype(np.float32), top, np.full(top.shape, self._sure, np.float32))
 
@@ -74,7 +74,7 @@ class Whole(Oracle):
 
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
         self.launched.append((list(rows), proposals))
-        assert (proposals == FREE).all()
+        assert (proposals == UNFORCED).all()
         self._clock.now += 0.001 + 0.002 * proposals.shape[1]
         tokens = np.array([self._text[self.length :][: proposals.shape[1]]] * len(rows), np.int64)
         given = np.full(tokens.shape, UNKNOWN, np.float32)
@@ -213,8 +213,8 @@ class TestFusion:
         asked = [proposals for _, proposals in oracle.launched if len(proposals) == 2]
         assert asked, "the suffix indexes had drafts, and the model was asked about them"
         for proposals in asked:
-            assert (proposals[1] == FREE).all()
-            assert (proposals[0][0] != FREE).all()
+            assert (proposals[1] == UNFORCED).all()
+            assert (proposals[0][0] != UNFORCED).all()
 
     def test_the_draft_is_the_models_where_it_is_surer_of_another_text(self, cache: SuffixCache) -> None:
         text, fusion = TEXT[:40], DraftFusion(cache)

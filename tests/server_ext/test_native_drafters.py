@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.server_ext import FREE
+from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion.calibrator import UNKNOWN
 from agentspec.server_ext.fusion.draft_model import RESTS
 from agentspec.server_ext.vllm_adapter.startup.native_methods import adopt
@@ -94,7 +94,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(drafter: NativeDrafter, forward: ForwardPass, rows: Sequence[int], tokens: int) -> list[list[int]]:
     bound = drafter.bind(forward)
-    answer = bound.launch(rows, np.full((len(rows), tokens), FREE, np.int64))()
+    answer = bound.launch(rows, np.full((len(rows), tokens), UNFORCED, np.int64))()
     bound.close()
     drafted: list[list[int]] = answer.tokens.tolist()
     return drafted
@@ -240,7 +240,7 @@ class TestRuns:
 
 
 def test_tokens_without_probabilities_get_one_for_all() -> None:
-    answer = as_model_draft([[3, 4], [5]], np.full((2, 2), FREE, np.int64))
+    answer = as_model_draft([[3, 4], [5]], np.full((2, 2), UNFORCED, np.int64))
     assert answer.tokens.tolist() == [[3, 4], [5, 0]]
     assert answer.probabilities.tolist() == [[UNKNOWN, UNKNOWN], [UNKNOWN, 0.0]]
 
@@ -268,7 +268,7 @@ class TestProbabilities:
             return torch.stack([native._greedy_sample(logits[:, k]) for k in range(tokens)], dim=1)
 
         forward.native = propose
-        answers = [drafter.bind(forward).launch([1], np.full((1, tokens), FREE, np.int64))() for _ in range(2)]
+        answers = [drafter.bind(forward).launch([1], np.full((1, tokens), UNFORCED, np.int64))() for _ in range(2)]
         assert np.array_equal(answers[0].probabilities, answers[1].probabilities), "each step has its own"
         return answers[0]
 
@@ -285,7 +285,7 @@ class TestProbabilities:
         native: Any = holder.drafter
         drafter, forward = NativeDrafter(holder), holder.forward()
         forward.native = lambda: native._greedy_sample(torch.eye(2, 8)).repeat(2, 1).T
-        answer = drafter.bind(forward).launch([1], np.full((1, 2), FREE, np.int64))()
+        answer = drafter.bind(forward).launch([1], np.full((1, 2), UNFORCED, np.int64))()
         assert (answer.tokens.tolist(), answer.probabilities.tolist()) == ([[1, 1]], [[UNKNOWN, UNKNOWN]])
 
     @pytest.mark.parametrize("option", ["use_local_argmax_reduction", "use_heterogeneous_vocab"])

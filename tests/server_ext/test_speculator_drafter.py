@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentspec.errors import SpeculatorError
-from agentspec.server_ext import FREE, vllm_adapter
+from agentspec.server_ext import UNFORCED, vllm_adapter
 from agentspec.server_ext.arctic_methods import NOTHING
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
@@ -71,7 +71,7 @@ def test_the_state_that_produced_the_newest_token_is_taken() -> None:
 def test_it_drafts_what_the_loop_drafts_for_each_row(folder: Path) -> None:
     ours = drafter(folder)
     given = forward([[5, 6], [], [7], [1, 2, 3, 4]], [2, 0, 3, 3])
-    proposals = np.array([[FREE] * 3, [9, FREE, FREE], [FREE] * 3])
+    proposals = np.array([[UNFORCED] * 3, [9, UNFORCED, UNFORCED], [UNFORCED] * 3])
     answer = ours.bind(given).launch([3, 0, 0], proposals)()
     states = given.sample_hidden_states[[11, 1, 1]]
     expected = ours.loop(states, torch.tensor([4, 6, 6]), torch.from_numpy(proposals))
@@ -85,7 +85,7 @@ def test_it_drafts_what_the_loop_drafts_for_each_row(folder: Path) -> None:
 def test_its_precision_can_be_chosen(folder: Path, dtype: str) -> None:
     ours = drafter(folder, speculator_dtype=dtype)
     assert str(next(ours.loop.speculator.parameters()).dtype) == f"torch.{dtype}"
-    answer = ours.bind(forward([[1]], None)).launch([0], np.full((1, 3), FREE))()
+    answer = ours.bind(forward([[1]], None)).launch([0], np.full((1, 3), UNFORCED))()
     assert answer.tokens.shape == (1, 3)
 
 
@@ -228,7 +228,7 @@ def test_a_speculator_drafts_as_before_after_vllms_own_sleep_and_waking(
     vllm_adapter.install([patch for patch in vllm_adapter.current_patches() if patch.name in ("sleep", "wake_up")])
     for name, answer in (("synchronize", None), ("get_memory_info", (0, 0)), ("is_available", False)):
         monkeypatch.setattr(torch.accelerator, name, lambda answer=answer: answer)
-    given, proposals, target = forward([[5]], None), np.full((1, 3), FREE), torch.nn.Linear(2, 2)
+    given, proposals, target = forward([[5]], None), np.full((1, 3), UNFORCED), torch.nn.Linear(2, 2)
     extension = object.__new__(RunnerExtension)
     extension.draft_model, extension._weights_lost = drafter(folder), False
     loop = extension.draft_model.loop

@@ -33,7 +33,7 @@ def small(kind: str = "lstm", *, reduced: bool = False, inner: int = 80) -> Spec
 
 
 def inputs(rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return hidden states, newest tokens, and proposals of which about a third are free (-1)."""
+    """Return hidden states, newest tokens, and proposals of which about a third are unforced (-1)."""
     random = torch.Generator().manual_seed(seed)
     proposal = torch.randint(0, VOCABULARY, (rows, POSITIONS), generator=random)
     proposal[torch.rand(rows, POSITIONS, generator=random) < 0.3] = -1

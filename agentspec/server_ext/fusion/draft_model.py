@@ -56,8 +56,8 @@ class StepModel(Protocol):
         """Start drafting. Returns a function that waits for the answer and returns it.
 
         rows: [R] rows of the engine's batch, which may repeat. proposals: int64 [R, n], tokens that the model has to
-        take and score, then FREE. A model with ``choices`` gets only FREE, in a column for each token to draft. Both
-        the call and the returned function may raise the model's errors.
+        take and score, then UNFORCED. A model with ``choices`` gets only UNFORCED, in a column for each token to draft.
+        Both the call and the returned function may raise the model's errors.
         """
         ...
 

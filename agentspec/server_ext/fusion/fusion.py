@@ -18,7 +18,7 @@ import numpy as np
 
 from agentspec.cache import StepDrafts, SuffixCache
 from agentspec.cache.core import draft_value
-from agentspec.server_ext import FREE
+from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, ScoredDraft, pack
 from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, SuffixToken
 from agentspec.server_ext.fusion.draft_model import RESTS, Int64, ModelDraft, StepModel
@@ -203,7 +203,7 @@ class DraftFusion:
             self.rests += 1
             model.rest()
         else:
-            proposals = np.full((len(chosen), tokens), FREE, dtype=np.int64)
+            proposals = np.full((len(chosen), tokens), UNFORCED, dtype=np.int64)
             answer = model.launch([int(rows.rows[i]) for i in chosen], proposals)
         seconds = time.perf_counter() - begin
         passes = self.scheduler.passes
@@ -228,10 +228,10 @@ class DraftFusion:
                 proposal = drafts[i][:length]
                 forced[j] = len(engine_rows)
                 engine_rows.append(row)
-                proposals.append(proposal + [FREE] * (length - len(proposal)))
+                proposals.append(proposal + [UNFORCED] * (length - len(proposal)))
             unforced[j] = len(engine_rows)
             engine_rows.append(row)
-            proposals.append([FREE] * length)
+            proposals.append([UNFORCED] * length)
         wanted: Int64 = np.array(proposals, dtype=np.int64)
         answer = model.launch(engine_rows, wanted)
         return _ModelRun(chosen, forced, unforced, answer, time.perf_counter() - begin)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agentspec.errors import SpeculatorError, first_line
-from agentspec.server_ext import FREE
+from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.speculator.gpu import Optimizations
 from agentspec.server_ext.speculator.gpu.fp8 import use_fp8
 from agentspec.server_ext.speculator.gpu.graphs import SIZES, PaddedLoop, Recorder
@@ -55,7 +55,7 @@ class GreedySteps:
     def __call__(self, hidden: Tensor, tokens: Tensor, proposal: Tensor) -> DraftedTokens:
         """Draft for B rows: hidden [B, H], tokens int64 [B], proposal int64 [B, n]."""
         last = self._speculator.config.vocab_size - 1
-        given = proposal.clamp(FREE, last)
+        given = proposal.clamp(UNFORCED, last)
         wanted = self._rows(given)
         token = tokens.clamp(0, last)
         state = self._speculator.begin(hidden)
@@ -129,7 +129,7 @@ class DraftLoop:
         return (
             torch.zeros(batch, self.speculator.config.hidden_size, dtype=some.dtype, device=some.device),
             torch.zeros(batch, dtype=torch.int64, device=some.device),
-            torch.full((batch, self.positions), FREE, dtype=torch.int64, device=some.device),
+            torch.full((batch, self.positions), UNFORCED, dtype=torch.int64, device=some.device),
         )
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not followed
@@ -153,7 +153,7 @@ class DraftLoop:
         """Draft for B rows.
 
         hidden [B, H]: the target's hidden state after its final norm, at the position that produced the newest token.
-        tokens int64 [B]: the newest token. proposal int64 [B, n]: tokens to take and score, or FREE; None: all FREE.
+        tokens int64 [B]: the newest token. proposal int64 [B, n]: tokens to take and score, or UNFORCED; None: none.
         Ids beyond the vocabulary count as its last token, because a wrong draft is better than a fault on the device.
         The result is valid until the next call.
         """
@@ -162,7 +162,7 @@ class DraftLoop:
             nothing = tokens.new_empty(0, self.positions)
             return DraftedTokens(nothing, nothing.float(), nothing, nothing.float())
         if proposal is None:
-            proposal = tokens.new_full((batch, self.positions), FREE)
+            proposal = tokens.new_full((batch, self.positions), UNFORCED)
         if self._recorded is not None and self._recorded.size_for(batch):
             return self._recorded(hidden, tokens, proposal)
         return self._steps(hidden, tokens, proposal)

@@ -77,14 +77,14 @@ def merge(parts: Tensor, first: int) -> Tensor:
 def choose(parts: Tensor, given: Tensor, vocabulary: Tensor | None) -> DraftedTokens:
     """Return the token of one position, with fields of shape [B].
 
-    parts [P, B, 4]; given int64 [B]: the token to take, or FREE; vocabulary int64 [V']: the target's token of a row.
+    parts [P, B, 4]; given int64 [B]: token to take, or UNFORCED; vocabulary int64 [V']: the target's token of a row.
     """
     best, index, total, found = merge(parts, 0).unbind(dim=-1)
     top = index.long() if vocabulary is None else vocabulary[index.long()]
     probability = (best - total).exp()
-    free = given < 0
+    unforced = given < 0
     return DraftedTokens(
-        torch.where(free, top, given), torch.where(free, probability, (found - total).exp()), top, probability
+        torch.where(unforced, top, given), torch.where(unforced, probability, (found - total).exp()), top, probability
     )
 
 

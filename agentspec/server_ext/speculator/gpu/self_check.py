@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from agentspec.errors import SpeculatorError
-from agentspec.server_ext import FREE
+from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.speculator.gpu.fp8 import E4M3, Fp8Linear
 from agentspec.server_ext.speculator.gpu.graphs import Loop, PaddedLoop
 from agentspec.server_ext.speculator.models import Speculator
@@ -67,14 +67,14 @@ def check_graphs(recorded: PaddedLoop, eager: Loop, speculator: Speculator, posi
 
 
 def random_inputs(speculator: Speculator, positions: int, batch: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random states and tokens for a loop; half of the rows draft freely, half score given tokens."""
+    """Return random states and tokens for a loop; half of the rows are unforced, half score given tokens."""
     some = next(speculator.parameters())
     config, random = speculator.config, torch.Generator().manual_seed(seed)
     hidden = torch.randn(batch, config.hidden_size, generator=random)
     tokens = torch.randint(config.vocab_size, (batch,), generator=random)
     proposal = torch.randint(config.vocab_size, (batch, positions), generator=random)
-    proposal[torch.rand(batch, positions, generator=random) < 0.5] = FREE
-    proposal[::2] = FREE
+    proposal[torch.rand(batch, positions, generator=random) < 0.5] = UNFORCED
+    proposal[::2] = UNFORCED
     return hidden.to(some), tokens.to(some.device), proposal.to(some.device)
 
 
@@ -87,16 +87,16 @@ def difference(
     position. speculator: a plain torch one, for the size of the logits.
     """
     hidden, tokens, proposal = inputs
-    free = proposal == FREE
+    unforced = proposal == UNFORCED
     inside = (found.tokens >= 0) & (found.tokens < speculator.config.vocab_size)
     if not bool(inside.all()):
         return f"token {int(found.tokens[~inside][0])} is outside the vocabulary"
-    if not torch.equal(found.tokens, torch.where(free, found.top, proposal)):
+    if not torch.equal(found.tokens, torch.where(unforced, found.top, proposal)):
         return "a token is neither the likeliest nor the one given"
     wanted = reference(hidden, tokens, found.tokens)
     margin = margins(speculator, hidden, torch.cat((tokens[:, None], found.tokens[:, :-1]), dim=1))
     least = wanted.top_probabilities * (-margin).exp()
-    worse = free & ~(wanted.probabilities >= least - _TINY)
+    worse = unforced & ~(wanted.probabilities >= least - _TINY)
     if bool(worse.any()):
         share = wanted.probabilities[worse][0] / wanted.top_probabilities[worse][0]
         bound = (-margin).exp()[worse][0]

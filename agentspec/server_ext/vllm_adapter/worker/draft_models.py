@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.server_ext import FREE
+from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.fusion.draft_model import Int64
 from agentspec.server_ext.settings import Settings
@@ -207,7 +207,7 @@ class SpeculatorDrafter(ModelDrafter):
         if self.device.type != "cpu":
             given = given.pin_memory().to(self.device, non_blocking=True)
         hidden = forward.sample_hidden_states.index_select(0, given[:, 0])
-        proposal = given[:, 2:] if (proposals != FREE).any() else None
+        proposal = given[:, 2:] if (proposals != UNFORCED).any() else None
         return self.loop(hidden.to(self._dtype), given[:, 1], proposal)
 
 
