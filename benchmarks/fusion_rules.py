@@ -43,7 +43,7 @@ def _draft_by_threshold(
     )
     assert model.choices is not None
     batch = [int(row) for row in rows.rows]
-    answer = model.launch(batch, np.full((len(batch), model.choices[-1]), UNFORCED, dtype=np.int64))().tokens
+    answer = model.launch(batch, np.full((len(batch), model.choices.most), UNFORCED, dtype=np.int64))().tokens
     drafts = []
     for i, row in enumerate(batch):
         most = int(rows.max_draft_tokens[i])

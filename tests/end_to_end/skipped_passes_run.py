@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from agentspec.server_ext import UNFORCED
-from agentspec.server_ext.fusion.draft_model import RESTS
 from agentspec.server_ext.vllm_adapter import api_request_id
 from agentspec.server_ext.vllm_adapter.worker import skipped_passes
 from agentspec.server_ext.vllm_adapter.worker.runner import RunnerExtension
@@ -45,7 +44,7 @@ class Recorder:
         lengths = runner.input_batch.num_tokens_no_spec.tolist()
         ids = [api_request_id(name) for name in runner.input_batch.req_ids]
         self.steps += 1
-        if self._seldom and self.steps % EVERY and bound.choices[0] == RESTS:
+        if self._seldom and self.steps % EVERY and bound.choices.may_rest:
             self.rests += 1
             bound.rest()
         else:

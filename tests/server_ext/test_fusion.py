@@ -10,12 +10,14 @@ from agentspec.cache import DraftPolicy, SuffixCache
 from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion import DraftFusion, ModelDraft
 from agentspec.server_ext.fusion.calibrator import UNKNOWN
-from agentspec.server_ext.fusion.draft_model import RESTS, Int64
+from agentspec.server_ext.fusion.draft_model import Int64, TokenChoices
 from agentspec.server_ext.step import DraftRows
 
 from .drafts import VOCABULARY, request
 
 TEXT = np.random.default_rng(5).integers(10, VOCABULARY, 3000).tolist()
+
+DRAFT_OR_PASS, CANNOT_RUN = TokenChoices(0, 3), TokenChoices(0, 0)
 
 
 class Oracle:
@@ -24,7 +26,7 @@ class Oracle:
     def __init__(self, text: Sequence[int], right: float, sure: float = 0.8, overlaps: bool = False) -> None:
         self.positions = 3
         self.overlaps = overlaps
-        self.choices: Sequence[int] | None = None
+        self.choices: TokenChoices | None = None
         self.length = 0
         self.launched: list[tuple[list[int], Int64]] = []
         self._text = text
@@ -63,7 +65,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Whole(Oracle):
     """Draft the text for whole batches: tokens without probabilities, each in 2 ms."""
 
-    def __init__(self, text: Sequence[int], clock: Clock, choices: Sequence[int] = range(4)) -> None:
+    def __init__(self, text: Sequence[int], clock: Clock, choices: TokenChoices = DRAFT_OR_PASS) -> None:
         super().__init__(text, 1.0)
         self.choices = choices
         self.rests = 0
@@ -228,7 +230,7 @@ class TestFusion:
         text, fusion = TEXT[:40], DraftFusion(cache)
         rows, model = Rows(fusion, cache), Whole(text, clock)
         rows.step(text[:1], model)
-        model.choices = (0,)  # from now on it cannot run
+        model.choices = CANNOT_RUN  # from now on it cannot run
         rows.step(text[:2], model)
         learned = fusion.stats()["tokens"]
         assert learned["own"]["seen"] == 1
@@ -260,7 +262,7 @@ class TestFusion:
 
     def test_a_drafter_that_may_rest_does_so_in_repeated_text(self, cache: SuffixCache, clock: Clock) -> None:
         text = TEXT[:300]
-        fusion, oracle = DraftFusion(cache), Whole(text, clock, (RESTS, 1, 2, 3))
+        fusion, oracle = DraftFusion(cache), Whole(text, clock, TokenChoices(1, 3, may_rest=True))
         first = decode(fusion, cache, [1, 2, 3], text, oracle, unit=0.01)
         assert first.steps < len(text) / 2.5
         before, runs = oracle.rests, len(oracle.launched)
@@ -275,7 +277,7 @@ class TestFusion:
         fusion, oracle = DraftFusion(cache), Whole(text, clock)
         decode(fusion, cache, [1, 2, 3], text, oracle, unit=0.01)
         saved, runs = fusion.scheduler.passes.saved(1, 3, 0), len(oracle.launched)
-        oracle.choices = (0,)
+        oracle.choices = CANNOT_RUN
         decode(fusion, cache, [1, 2, 4], text, oracle, unit=0.01)
         assert len(oracle.launched) == runs
         assert fusion.scheduler.passes.saved(1, 3, 0) == saved

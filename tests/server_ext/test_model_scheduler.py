@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentspec.server_ext.fusion.draft_model import RESTS
+from agentspec.server_ext.fusion.draft_model import RESTS, TokenChoices
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, ModelTime, Pace, PassTime, gained_tokens
 
 from .drafts import request
@@ -243,7 +243,7 @@ class TestPasses:
         rests: bool = False,
     ) -> int:
         """Return the number of tokens for one row. In 1 ms a step yields a tenth of a token."""
-        choices = (RESTS, *range(1, len(worth) + 1)) if rests else range(len(worth) + 1)
+        choices = TokenChoices(int(rests), len(worth), may_rest=rests)
         return scheduler.choose_tokens([request()], [promised], [room], worth, choices, Pace(1.0, 0.010))
 
     def test_the_first_pass_is_no_cost(self) -> None:
@@ -310,11 +310,12 @@ class TestPasses:
 
     def test_of_several_rows_those_count_that_have_room_and_gain(self) -> None:
         scheduler, pace, worth = self.taught(1.8), Pace(1.0, 0.010), (0.8, 1.4, 1.8)
+        choices = TokenChoices(0, 3)
         for _ in range(400):
             scheduler.gains.learn(request(), 6.0, -2.0)
         rows = [request(), request()]
-        assert scheduler.choose_tokens(rows, [0.0, 6.0], [9, 9], worth, range(4), pace) == 3
-        assert scheduler.choose_tokens(rows, [0.0, 6.0], [0, 9], worth, range(4), pace) == 0
+        assert scheduler.choose_tokens(rows, [0.0, 6.0], [9, 9], worth, choices, pace) == 3
+        assert scheduler.choose_tokens(rows, [0.0, 6.0], [0, 9], worth, choices, pace) == 0
 
     def test_a_run_stands_for_the_steps_in_which_nothing_was_drafted(self) -> None:
         scheduler = self.taught(1.8)
@@ -330,8 +331,8 @@ class TestPasses:
             assert gains.of(request(), promised) - before == pytest.approx(times / 256)
 
     def test_what_cannot_be_stopped_is_not(self) -> None:
-        choices = Pace(1.0, 0.010)
-        assert self.taught(-1.0).choose_tokens([request()], [0.0], [9], [0.8, 1.4, 1.8], (3,), choices) == 3
+        choices, pace = TokenChoices(3, 3), Pace(1.0, 0.010)
+        assert self.taught(-1.0).choose_tokens([request()], [0.0], [9], [0.8, 1.4, 1.8], choices, pace) == 3
 
     def test_trials_take_a_hundredth_of_the_time(self) -> None:
         scheduler = self.taught(0.0)
@@ -359,7 +360,7 @@ class TestPasses:
 
     def test_passes_that_were_slow_for_a_while_are_timed_again(self) -> None:
         scheduler, late = DraftModelScheduler(), list[int]()
-        worth, choices = (0.8, 1.44, 1.95, 2.36, 2.69), (RESTS, 1, 2, 3, 4, 5)
+        worth, choices = (0.8, 1.44, 1.95, 2.36, 2.69), TokenChoices(1, 5, may_rest=True)
         for step in range(8000):
             tokens = scheduler.choose_tokens([request()], [0.0], [9], worth, choices, Pace(1.0, 0.020))
             seconds = 0.0 if tokens == RESTS else 0.001 * (1 + tokens) * (8 if 500 <= step < 800 else 1)

@@ -13,7 +13,7 @@ import torch
 
 from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion.calibrator import UNKNOWN
-from agentspec.server_ext.fusion.draft_model import RESTS
+from agentspec.server_ext.fusion.draft_model import TokenChoices
 from agentspec.server_ext.vllm_adapter.startup.native_methods import adopt
 from agentspec.server_ext.vllm_adapter.worker import native_drafters, runner
 from agentspec.server_ext.vllm_adapter.worker.native_drafters import NativeDrafter, as_model_draft
@@ -106,7 +106,7 @@ class TestRuns:
     def test_it_drafts_as_many_tokens_as_it_is_asked_for(self, method: str) -> None:
         holder = Runner(method)
         drafter = NativeDrafter(holder)
-        assert drafter.choices == (0, 1, 2, 3)
+        assert drafter.choices == TokenChoices(0, 3)
         forward = holder.forward()
         assert ask(drafter, forward, [1], 2) == [[7, 8]]
         assert holder.ran == [2]
@@ -125,7 +125,7 @@ class TestRuns:
         holder = Runner("eagle3")
         drafter = NativeDrafter(holder)
         bound = drafter.bind(holder.forward())
-        assert bound.choices == (RESTS, 1, 2, 3)
+        assert bound.choices == TokenChoices(1, 3, may_rest=True)
         bound.rest()
         bound.close()
         drafter.bind(holder.forward()).close()
@@ -149,7 +149,7 @@ class TestRuns:
     def test_one_without_a_kv_cache_rests(self) -> None:
         holder = Runner("ngram")
         drafter = NativeDrafter(holder)
-        assert drafter.choices == (RESTS, 3)
+        assert drafter.choices == TokenChoices(3, 3, may_rest=True)
         drafter.bind(holder.forward()).close()
         assert holder.ran == []
         assert ask(drafter, holder.forward(), [0], 3) == [[7, 8, 9]]
@@ -160,9 +160,9 @@ class TestRuns:
     ) -> None:
         holder = Runner("eagle3")
         holder.vllm_config.speculative_config.parallel_drafting = True
-        assert NativeDrafter(holder).choices == (3,)
+        assert NativeDrafter(holder).choices == TokenChoices(3, 3)
         monkeypatch.setattr(Native, "propose", lambda *_: None)
-        assert NativeDrafter(Runner("eagle3")).choices == (3,)
+        assert NativeDrafter(Runner("eagle3")).choices == TokenChoices(3, 3)
 
     def test_it_drafts_its_likeliest_tokens_also_for_sampled_requests(self) -> None:
         """vLLM would sample them, and these are accepted more rarely where their probabilities are not told."""
@@ -174,9 +174,9 @@ class TestRuns:
     def test_it_does_not_run_over_the_end_of_its_texts(self) -> None:
         holder = Runner("eagle3")
         drafter = NativeDrafter(holder)
-        assert drafter.bind(holder.forward(longest=97)).choices == (0, 1, 2, 3)
+        assert drafter.bind(holder.forward(longest=97)).choices == TokenChoices(0, 3)
         bound = drafter.bind(holder.forward(longest=98))
-        assert bound.choices == (0,)
+        assert bound.choices == TokenChoices(0, 0)
         bound.close()
         assert holder.ran == []
         assert holder.drafter.empty_runs == 0
@@ -184,7 +184,7 @@ class TestRuns:
     def test_data_parallel_ranks_run_the_same_passes(self) -> None:
         holder = Runner("eagle3", data_parallel=2)
         drafter = NativeDrafter(holder)
-        assert drafter.choices == (3,)
+        assert drafter.choices == TokenChoices(3, 3)
         drafter.bind(holder.forward()).close()
         assert holder.ran == [3]
         drafter.bind(holder.forward(longest=99)).close()

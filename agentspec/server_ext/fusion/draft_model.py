@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 RESTS = -1
-"""Entry of `StepModel.choices` with which a drafter of whole batches does not run at all."""
+"""Stands in place of a number of tokens where a drafter of whole batches does not run at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,36 @@ class ModelDraft:
         return ModelDraft(self.tokens, probabilities, self.top, top_probabilities)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenChoices:
+    """Say how many tokens a drafter of whole batches may draft for each row in one step.
+
+    fewest: of a step in which it runs; 0: its first pass has to run, whether it drafts or not. most: 0 if the drafter
+    cannot run in this step. may_rest: whether it may be left out of this step instead.
+    """
+
+    fewest: int
+    most: int
+    may_rest: bool = False
+
+    @property
+    def least(self) -> int:
+        """Return the choice that takes the least time: RESTS if it may rest, otherwise the fewest tokens."""
+        return RESTS if self.may_rest else self.fewest
+
+    @property
+    def others(self) -> range:
+        """Return all choices but the least, ascending."""
+        return range(self.fewest if self.may_rest else self.fewest + 1, self.most + 1)
+
+
 class StepModel(Protocol):
     """Run a draft model for one step, at most once.
 
     ``positions``: n, the most tokens it drafts. ``overlaps``: whether it runs in parallel to the host, so that
-    launching it before the suffix index drafts saves time.
-    ``choices``: None for a model that drafts for chosen rows only and can take and score proposals. A drafter of whole
-    batches can do neither. Its ``choices`` are the numbers of tokens that this step can ask for, ascending; the first
-    are computed in any case. RESTS comes first if the step may leave the model out. [0]: it cannot run in this step.
+    launching it before the suffix index drafts saves time. ``choices``: for a drafter of whole batches, how many tokens
+    this step can ask for. None: the model drafts for chosen rows only, and can take and score proposals, which a
+    drafter of whole batches cannot.
     """
 
     @property
@@ -50,17 +72,17 @@ class StepModel(Protocol):
     @property
     def overlaps(self) -> bool: ...
     @property
-    def choices(self) -> Sequence[int] | None: ...
+    def choices(self) -> TokenChoices | None: ...
 
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
         """Start drafting. Returns a function that waits for the answer and returns it.
 
         rows: [R] rows of the engine's batch, which may repeat. proposals: int64 [R, n], tokens that the model has to
-        take and score, then UNFORCED. A model with ``choices`` gets only UNFORCED, in a column for each token to draft.
-        Both the call and the returned function may raise the model's errors.
+        take and score, then UNFORCED. A drafter of whole batches gets only UNFORCED, in a column for each token to
+        draft. Both the call and the returned function may raise the model's errors.
         """
         ...
 
     def rest(self) -> None:
-        """Leave the model out of this step, where ``choices`` has RESTS. May raise the model's errors."""
+        """Leave the model out of this step. Call it only if ``choices.may_rest``. May raise the model's errors."""
         ...

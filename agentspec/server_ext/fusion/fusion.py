@@ -21,7 +21,7 @@ from agentspec.cache.core import draft_value
 from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, ScoredDraft, pack
 from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, SuffixToken
-from agentspec.server_ext.fusion.draft_model import RESTS, Int64, ModelDraft, StepModel
+from agentspec.server_ext.fusion.draft_model import RESTS, Int64, ModelDraft, StepModel, TokenChoices
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, Pace, gained_tokens
 from agentspec.server_ext.step import DraftRows, RunningMean
 
@@ -189,13 +189,13 @@ class DraftFusion:
         return self._merge_answer(suffix, run, model.positions)
 
     def _with_whole_batch(
-        self, suffix: _SuffixDrafts, model: StepModel, choices: Sequence[int], pace: Pace
+        self, suffix: _SuffixDrafts, model: StepModel, choices: TokenChoices, pace: Pace
     ) -> FusedDrafts:
         """Run a drafter of whole batches for as many tokens as are worth their time, and improve the suffix drafts."""
         rows, drafts = suffix.rows, suffix.drafts
-        if list(choices) == [0]:  # the drafter cannot run in this step, which says nothing about its time
+        if choices.most == 0:  # the drafter cannot run in this step, which says nothing about its time
             return FusedDrafts(drafts)
-        limits, worth = rows.max_draft_tokens.tolist(), self.calibrator.worth(choices[-1])
+        limits, worth = rows.max_draft_tokens.tolist(), self.calibrator.worth(choices.most)
         tokens = self.scheduler.choose_tokens(rows.states, suffix.expected, limits, worth, choices, pace)
         chosen = [i for i, limit in enumerate(limits) if limit > 0] if tokens > 0 else []
         begin = time.perf_counter()

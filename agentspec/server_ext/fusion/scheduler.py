@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentspec.cache.core import draft_value
-from agentspec.server_ext.fusion.draft_model import RESTS
+from agentspec.server_ext.fusion.draft_model import RESTS, TokenChoices
 from agentspec.server_ext.step import RequestState, RunningMean
 
 _TRIAL_SHARE = 0.01
@@ -271,16 +271,16 @@ class DraftModelScheduler:
         expected: Sequence[float],
         limits: Sequence[int],
         worth: Sequence[float],
-        choices: Sequence[int],
+        choices: TokenChoices,
         pace: Pace,
     ) -> int:
-        """Return how many tokens a drafter of whole batches should draft, one of ``choices``.
+        """Return how many tokens a drafter of whole batches should draft, or RESTS.
 
         expected: expected tokens of each row's suffix draft. limits: most tokens of each row's draft. worth: expected
-        tokens of the drafter's own draft of 1, 2, … tokens. choices: ascending; the time of the first cannot be saved.
+        tokens of the drafter's own draft of 1, 2, … tokens.
         """
         able = [i for i, limit in enumerate(limits) if limit > 0]
-        least, most = choices[0], choices[-1]
+        least, most = choices.least, choices.most  # the time of the least cannot be saved
         if least == most or not able:
             self._note([], least, most)
             return least
@@ -291,7 +291,7 @@ class DraftModelScheduler:
         gain = sum(max(0.0, self.gains.of(states[i], expected[i])) for i in able)
         tokens_a_second = pace.rate / pace.row_seconds
         best, count = 0.0, least
-        for tokens in choices[1:]:
+        for tokens in choices.others:
             time = self.passes.saved(len(states), tokens, least) or 0.0
             surplus = gain * worth[tokens - 1] / worth[most - 1] - tokens_a_second * time
             if surplus > best:

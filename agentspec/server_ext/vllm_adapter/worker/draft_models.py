@@ -13,7 +13,7 @@ import numpy as np
 
 from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion import ModelDraft
-from agentspec.server_ext.fusion.draft_model import Int64
+from agentspec.server_ext.fusion.draft_model import Int64, TokenChoices
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter.worker.step_reader import ForwardPass
 
@@ -25,14 +25,14 @@ class BoundModel(ABC):
 
     positions: int
     overlaps: bool
-    choices: Sequence[int] | None = None
+    choices: TokenChoices | None = None
 
     @abstractmethod
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
         """Begin to draft for these rows of the engine's batch. Calling the result waits for the answer."""
 
     def rest(self) -> None:
-        """Leave the model out of this step. Call it only where ``choices`` has RESTS."""
+        """Leave the model out of this step. Call it only if ``choices.may_rest``."""
         raise NotImplementedError
 
     def close(self) -> None:

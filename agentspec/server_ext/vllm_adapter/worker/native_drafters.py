@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.fusion.calibrator import UNKNOWN
-from agentspec.server_ext.fusion.draft_model import RESTS, Int64
+from agentspec.server_ext.fusion.draft_model import RESTS, Int64, TokenChoices
 from agentspec.server_ext.vllm_adapter.startup.native_methods import drafter_tokens
 from agentspec.server_ext.vllm_adapter.worker.draft_models import (
     BoundModel,
@@ -35,13 +35,14 @@ logger = logging.getLogger("vllm.agentspec")
 
 _FAILURES = 5
 """Disable vLLM's drafter after this many errors."""
+_CANNOT_RUN = TokenChoices(0, 0)
 
 
 class NativeDrafter(ModelDrafter):
     """Run the drafter of one model runner.
 
-    positions: most tokens that it drafts for a row. choices: the numbers of tokens that it can be asked for in a step
-    in which it cannot skip its pass, ascending.
+    positions: most tokens that it drafts for a row. choices: how many it can be asked for in a step in which it cannot
+    skip its pass.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -58,9 +59,9 @@ class NativeDrafter(ModelDrafter):
         self.parallel = group is not None
         self._ranks_agree = config.parallel_config.data_parallel_size == 1
         """whether this engine alone decides when the drafter runs; data-parallel ranks of an MoE wait for each other"""
-        self.choices = tuple(self._choices(spec))
-        self._skipped = SkippedPasses(runner, runner.drafter) if self.choices[0] == 0 else None
-        self.link = RankLink(group, 0) if group is not None and len(self.choices) > 1 else None
+        self.choices = self._usual_choices(spec)
+        self._skipped = SkippedPasses(runner, runner.drafter) if self.choices.least == 0 else None
+        self.link = RankLink(group, 0) if group is not None and self.choices.least != self.choices.most else None
         self._failed = 0
         native = runner.drafter
         native.num_speculative_tokens = tokens
@@ -80,16 +81,16 @@ class NativeDrafter(ModelDrafter):
 
     def bind(self, forward: ForwardPass) -> "BoundNative":
         if not self._fits(forward):
-            return BoundNative(self, forward, (0,))
-        rests = self._skipped is not None and self._skipped.may_skip(forward)
-        return BoundNative(self, forward, (RESTS, *self.choices[1:]) if rests else self.choices)
+            return BoundNative(self, forward, _CANNOT_RUN)
+        may_skip = self._skipped is not None and self._skipped.may_skip(forward)
+        return BoundNative(self, forward, TokenChoices(1, self.positions, may_rest=True) if may_skip else self.choices)
 
     def follow(self, forward: ForwardPass) -> None:
         if not self._fits(forward):
             self._keep_ranks_going()
             return
         with self.together():
-            tokens = self.choices[-1] if self.link is None else self.link.hear_number()
+            tokens = self.choices.most if self.link is None else self.link.hear_number()
             self.run(forward, tokens)
 
     def ask(self, forward: ForwardPass, tokens: int) -> tuple[list[list[int]], NDArray[np.float32] | None]:
@@ -173,16 +174,16 @@ class NativeDrafter(ModelDrafter):
         if self._keeps_up and not self._ranks_agree:
             self._runner.drafter.dummy_run(num_tokens=1)
 
-    def _choices(self, spec: Any) -> Sequence[int]:
-        """Return the numbers of tokens that the drafter can be asked for, ascending."""
+    def _usual_choices(self, spec: Any) -> TokenChoices:
+        """Return how many tokens the drafter can be asked for in a step in which it cannot skip its pass."""
         from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
         drafter = type(self._runner.drafter)
         if not self._keeps_up:
-            return (RESTS, self.positions)
+            return TokenChoices(self.positions, self.positions, may_rest=True)
         if spec.parallel_drafting or drafter.propose is not SpecDecodeBaseProposer.propose or not self._ranks_agree:
-            return (self.positions,)
-        return range(self.positions + 1)
+            return TokenChoices(self.positions, self.positions)
+        return TokenChoices(0, self.positions)
 
 
 class BoundNative(BoundModel):
@@ -190,9 +191,9 @@ class BoundNative(BoundModel):
 
     overlaps = False
 
-    def __init__(self, drafter: NativeDrafter, forward: ForwardPass, choices: Sequence[int]) -> None:
+    def __init__(self, drafter: NativeDrafter, forward: ForwardPass, choices: TokenChoices) -> None:
         self.positions = drafter.positions
-        self.choices: Sequence[int] = choices
+        self.choices: TokenChoices = choices
         self._drafter = drafter
         self._forward = forward
         self._asked = False
@@ -211,7 +212,7 @@ class BoundNative(BoundModel):
 
     def close(self) -> None:
         if not self._asked:
-            self._drafter.ask(self._forward, self.choices[0])
+            self._drafter.ask(self._forward, self.choices.least)
 
 
 def as_model_draft(
