@@ -20,7 +20,7 @@ def weigh(
     draft: list[int],
     probabilities: list[float],
     forced: ModelRow | None,
-    unforced: ModelRow | None,
+    unforced: ModelRow,
     limit: int,
 ) -> DraftAlternatives:
     tokens = [SuffixToken(*pair) for pair in zip(draft, probabilities, strict=True)]
@@ -58,7 +58,7 @@ class TestCalibrator:
         for number in range(320):
             often.learn(often.own(5, 0, 0.9), accepted=number % 2 == 0)
         for number in range(10):
-            rarely.learn(rarely.own(5, 0, 0.9), number % 2 == 0, stands_for=32)
+            rarely.learn(rarely.own(5, 0, 0.9), number % 2 == 0, observation_weight=32)
         assert rarely.own(5, 0, 0.9).probability == pytest.approx(often.own(5, 0, 0.9).probability)
         assert rarely.worth(1) == pytest.approx(often.worth(1))
         assert rarely.stats()["own"] == {"seen": 10, "right": 5}
@@ -66,12 +66,12 @@ class TestCalibrator:
     def test_both_opinions_are_weighed_by_what_they_were_worth(self) -> None:
         """The model is right where both differ: its tokens gain, the suffix indexes' lose, agreed ones stay."""
         calibrator = AcceptanceCalibrator()
-        before = calibrator.judged(SuffixToken(7, 0.8), 0, 0.1, 0.7), calibrator.rival(8, 0, 0.7, SuffixToken(1, 0.8))
+        before = calibrator.disputed(SuffixToken(7, 0.8), 0, 0.1, 0.7), calibrator.rival(8, 0, 0.7, SuffixToken(1, 0.8))
         for _ in range(400):
-            calibrator.learn(calibrator.judged(SuffixToken(7, 0.8), 0, 0.1, 0.7), accepted=False)
+            calibrator.learn(calibrator.disputed(SuffixToken(7, 0.8), 0, 0.1, 0.7), accepted=False)
             calibrator.learn(calibrator.rival(8, 0, 0.7, SuffixToken(1, 0.8)), accepted=True)
             calibrator.learn(calibrator.agreed(SuffixToken(9, 0.8), 0, 0.7), accepted=True)
-        assert calibrator.judged(SuffixToken(7, 0.8), 0, 0.1, 0.7).probability < 0.1 < before[0].probability
+        assert calibrator.disputed(SuffixToken(7, 0.8), 0, 0.1, 0.7).probability < 0.1 < before[0].probability
         assert calibrator.rival(8, 0, 0.7, SuffixToken(1, 0.8)).probability > 0.9 > before[1].probability
         assert calibrator.agreed(SuffixToken(9, 0.8), 0, 0.7).probability > 0.9
 
@@ -79,12 +79,14 @@ class TestCalibrator:
         calibrator = AcceptanceCalibrator()
         agreed = [calibrator.agreed(SuffixToken(1, suffix), 0, 0.6).probability for suffix in (0.2, 0.5, 0.9)]
         assert agreed == sorted(agreed)
-        judged = [calibrator.judged(SuffixToken(1, suffix), 0, 0.1, 0.6).probability for suffix in (0.2, 0.5, 0.9)]
-        assert judged == sorted(judged)
+        disputed = [calibrator.disputed(SuffixToken(1, suffix), 0, 0.1, 0.6).probability for suffix in (0.2, 0.5, 0.9)]
+        assert disputed == sorted(disputed)
 
     def test_a_token_of_which_the_model_does_not_tell_is_less_likely_than_one_that_it_almost_takes(self) -> None:
         calibrator, suffix = AcceptanceCalibrator(), SuffixToken(1, 0.5)
-        assert calibrator.judged(suffix, 0, None, 0.6).probability < calibrator.judged(suffix, 0, 0.6, 0.6).probability
+        assert (
+            calibrator.disputed(suffix, 0, None, 0.6).probability < calibrator.disputed(suffix, 0, 0.6, 0.6).probability
+        )
 
     def test_a_token_is_worth_what_it_was_where_the_suffix_indexes_said_as_much(self) -> None:
         """Tokens without probabilities: right where the indexes draft nothing, wrong behind a token off their draft."""
@@ -103,9 +105,9 @@ class TestCalibrator:
         wrong, right = SuffixToken(7, 0.6, **one), SuffixToken(7, 0.6, **other)
         for _ in range(400):
             for suffix in (wrong, right):
-                calibrator.learn(calibrator.judged(suffix, 0, None, UNKNOWN), accepted=suffix is right)
-        assert calibrator.judged(wrong, 0, None, UNKNOWN).probability < 0.3
-        assert calibrator.judged(right, 0, None, UNKNOWN).probability > 0.7
+                calibrator.learn(calibrator.disputed(suffix, 0, None, UNKNOWN), accepted=suffix is right)
+        assert calibrator.disputed(wrong, 0, None, UNKNOWN).probability < 0.3
+        assert calibrator.disputed(right, 0, None, UNKNOWN).probability > 0.7
 
     def test_a_draft_of_the_models_own_is_worth_what_its_positions_were(self) -> None:
         calibrator = AcceptanceCalibrator()
@@ -124,7 +126,7 @@ class TestCalibrator:
             calibrator.own(1, 0, probability),
             calibrator.agreed(SuffixToken(1, probability), 5, probability),
             calibrator.rival(1, 0, probability, SuffixToken(1, probability)),
-            calibrator.judged(SuffixToken(1, probability), 0, None, probability),
+            calibrator.disputed(SuffixToken(1, probability), 0, None, probability),
         ):
             assert 0.0 <= scored.probability <= 1.0
             calibrator.learn(scored, accepted=False)
@@ -146,18 +148,19 @@ class TestAlternatives:
         assert tokens_of(alternatives.drafts()) == [[1, 2, 3]]
 
     def test_the_model_goes_on_behind_a_short_draft(self) -> None:
-        same = row([1, 2, 3], [1, 2, 3])
+        same, rounded = row([1, 2, 3], [1, 2, 3]), row([5, 6, 7], [5, 6, 7])
         alternatives = weigh(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, same, 8)
         assert tokens_of(alternatives.drafts()) == [[1, 2, 3]]
-        assert tokens_of(weigh(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, None, 8).drafts()) == [[1, 2, 3]]
+        alternatives = weigh(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, rounded, 8)
+        assert tokens_of(alternatives.drafts()) == [[1, 2, 3]], "whatever an unforced row says that went another way"
 
     def test_a_token_behind_what_both_drafted_is_worth_what_such_tokens_were(self) -> None:
         """An unforced token must not count as one where the suffix indexes draft nothing."""
-        calibrator, same = AcceptanceCalibrator(), row([1, 2, 3], [1, 2, 3])
+        calibrator, same, rounded = AcceptanceCalibrator(), row([1, 2, 3], [1, 2, 3]), row([5, 6, 7], [5, 6, 7])
         for _ in range(200):
             calibrator.learn(calibrator.own(5, 2, 0.6), accepted=False)
             calibrator.learn(calibrator.own(5, 2, 0.6, BEHIND_AGREED), accepted=True)
-        for forced, unforced in ((same, None), (None, same), (same, same)):
+        for forced, unforced in ((same, rounded), (None, same), (same, same)):
             (draft,) = weigh(calibrator, 10, [1, 2], [0.9, 0.9], forced, unforced, 8).drafts()
             assert draft[2][1] > 0.9
 
@@ -170,16 +173,16 @@ class TestAlternatives:
     def test_a_token_the_model_prefers_later_takes_the_place_of_the_suffix_indexes(self) -> None:
         calibrator = AcceptanceCalibrator()
         for _ in range(300):  # where they differ the model is right
-            calibrator.learn(calibrator.judged(SuffixToken(3, 0.5), 2, 0.01, 0.9), accepted=False)
+            calibrator.learn(calibrator.disputed(SuffixToken(3, 0.5), 2, 0.01, 0.9), accepted=False)
             calibrator.learn(calibrator.rival(9, 2, 0.9, SuffixToken(1, 0.5)), accepted=True)
         forced = row([1, 2, 3], [7, 2, 9], probability=0.9, own=0.01)
-        alternatives = weigh(calibrator, 10, [1, 2, 3], [0.9, 0.9, 0.5], forced, None, 8)
+        alternatives = weigh(calibrator, 10, [1, 2, 3], [0.9, 0.9, 0.5], forced, row([7, 8, 9], [7, 8, 9]), 8)
         assert [1, 2, 9] in tokens_of(alternatives.drafts())
 
     def test_a_doubted_draft_is_offered_with_its_lower_chance(self) -> None:
         calibrator = AcceptanceCalibrator()
         forced = row([1, 2, 3], [7, 8, 9], probability=0.9, own=0.001)
-        drafts = weigh(calibrator, 10, [1, 2, 3], [0.6, 0.6, 0.6], forced, None, 8).drafts()
+        drafts = weigh(calibrator, 10, [1, 2, 3], [0.6, 0.6, 0.6], forced, row([7, 8, 9], [7, 8, 9]), 8).drafts()
         assert drafts[0][0][0] == 1
         assert drafts[0][0][1] < 0.6
 

@@ -5,25 +5,32 @@ from collections.abc import Sequence
 import pytest
 
 from agentspec.server_ext.fusion.draft_model import RESTS, TokenChoices
-from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, ModelTime, Pace, PassTime, gained_tokens
+from agentspec.server_ext.fusion.scheduler import (
+    DraftModelScheduler,
+    DraftPromise,
+    ModelTime,
+    Pace,
+    PassTime,
+    gained_tokens,
+)
 
 from .drafts import request
 
 
 class TestGain:
     def test_a_draft_that_stays_gains_nothing(self) -> None:
-        assert gained_tokens((1.5, 4), (1.5, 4), 0.05) == 0.0
+        assert gained_tokens(DraftPromise(1.5, 4), DraftPromise(1.5, 4), 0.05) == 0.0
 
     def test_tokens_for_nothing_are_gained_whole(self) -> None:
-        assert gained_tokens((0.0, 0), (1.5, 2), 0.0) == pytest.approx(1.5)
-        assert gained_tokens((1.0, 1), (2.5, 4), 0.0) == pytest.approx(1.5)
+        assert gained_tokens(DraftPromise(0.0, 0), DraftPromise(1.5, 2), 0.0) == pytest.approx(1.5)
+        assert gained_tokens(DraftPromise(1.0, 1), DraftPromise(2.5, 4), 0.0) == pytest.approx(1.5)
 
     def test_verifying_more_costs_what_the_time_would_have_brought(self) -> None:
-        assert 1.2 < gained_tokens((0.0, 0), (1.5, 2), 0.1) < 1.3
-        assert gained_tokens((0.0, 0), (0.1, 8), 0.1) < 0.0
+        assert 1.2 < gained_tokens(DraftPromise(0.0, 0), DraftPromise(1.5, 2), 0.1) < 1.3
+        assert gained_tokens(DraftPromise(0.0, 0), DraftPromise(0.1, 8), 0.1) < 0.0
 
     def test_a_draft_that_is_doubted_loses(self) -> None:
-        assert gained_tokens((1.5, 4), (0.0, 0), 0.05) < 0.0
+        assert gained_tokens(DraftPromise(1.5, 4), DraftPromise(0.0, 0), 0.05) < 0.0
 
 
 class TestModelTime:
@@ -47,12 +54,12 @@ class TestModelTime:
         time = ModelTime()
         for _ in range(100):
             time.observe(1, 0.001)
-        time.observe(1, 0.002, stands_for=4)
+        time.observe(1, 0.002, weight=4)
         assert time.seconds(1) == pytest.approx(0.001 + 4 / 32 * 0.001)
         time = ModelTime()
         for _ in range(100):
             time.observe(1, 0.001)
-        time.observe(1, 0.002, stands_for=1000)
+        time.observe(1, 0.002, weight=1000)
         assert time.seconds(1) == pytest.approx(0.001 + 8 / 32 * 0.001), "it may have been a pause"
 
     def test_of_the_first_four_runs_only_the_quickest_counts(self) -> None:
@@ -178,7 +185,7 @@ class TestScheduler:
             chosen = scheduler.choose([request(), request()], [0.0, 5.0], [1, 2], Pace(1.0, 0.010))
             assert chosen in ([0], [0, 1]), "now and then it is tried on both"
             scheduler.gains.learn(request(), 0.0, 1.0)
-        assert scheduler.stands_for == [1], "it ran in every step"
+        assert scheduler.observation_weights == [1], "it ran in every step"
         assert scheduler.choose([request(), request()], [0.0, 5.0], [1, 2], Pace(1.0, 0.010)) == [0]
         scheduler.gains.learn(request(), 0.0, 0.0)
         assert scheduler.gains.of(request(), 0.0) == pytest.approx(1.0 - 1 / 256)
@@ -193,10 +200,10 @@ class TestScheduler:
         assert not any(runs)
         while not scheduler.choose([request()], [0.0], [1], Pace(1.0, 0.010)):
             pass
-        assert scheduler.stands_for == [32], "at most that many, of the fifty"
+        assert scheduler.observation_weights == [32], "at most that many, of the fifty"
         scheduler.gains.learn(request(), 0.0, 60.0)
         assert scheduler.choose([request()], [0.0], [1], Pace(1.0, 0.010)) == [0]
-        assert scheduler.stands_for == [1]
+        assert scheduler.observation_weights == [1]
 
     def test_a_slow_first_run_decides_nothing_though_the_time_of_a_step_is_known(self) -> None:
         """It compiles, and a restarted engine knows at once how long its steps take."""
@@ -323,7 +330,7 @@ class TestPasses:
             scheduler.gains.learn(request(), 6.0, 0.0)
         for room, promised in ((0, 0.0), (9, 6.0), (9, 6.0)):
             assert self.choose(scheduler, promised=promised, room=room) == 0
-        assert (self.choose(scheduler), scheduler.stands_for) == (3, [4, 4, 4])
+        assert (self.choose(scheduler), scheduler.observation_weights) == (3, [4, 4, 4])
         gains = scheduler.gains
         for promised, times in ((0.0, 1), (6.0, 3)):  # rows without room were no loss
             before = gains.of(request(), promised)
@@ -348,7 +355,7 @@ class TestPasses:
         assert tried.count(3) == pytest.approx(1000 * 0.01 * 0.010 / 0.003, abs=2)
         while self.choose(scheduler, worth) == 1:
             pass
-        assert scheduler.stands_for == [1, 31, 31], "each for the steps that did not draft there"
+        assert scheduler.observation_weights == [1, 31, 31], "each for the steps that did not draft there"
 
     def test_a_slow_first_run_decides_nothing_though_the_time_of_a_step_is_known(self) -> None:
         scheduler, runs = DraftModelScheduler(), 0

@@ -52,11 +52,11 @@ class DraftAlternatives:
     token if that differs. model: the model's tokens behind the shared ones.
     """
 
-    __slots__ = ("_calibrator", "_stands_for", "length", "model", "shared", "suffix")
+    __slots__ = ("_calibrator", "_observation_weights", "length", "model", "shared", "suffix")
 
-    def __init__(self, calibrator: AcceptanceCalibrator, length: int, stands_for: Sequence[int]) -> None:
+    def __init__(self, calibrator: AcceptanceCalibrator, length: int, observation_weights: Sequence[int]) -> None:
         self._calibrator = calibrator
-        self._stands_for = stands_for
+        self._observation_weights = observation_weights
         self.length = length
         self.shared: list[ScoredToken] = []
         self.suffix: list[tuple[ScoredToken, ScoredToken | None]] = []
@@ -69,33 +69,35 @@ class DraftAlternatives:
         length: int,
         draft: Sequence[SuffixToken],
         forced: ModelRow | None,
-        unforced: ModelRow | None,
+        unforced: ModelRow,
         limit: int,
-        stands_for: Sequence[int] = (1,),
+        observation_weights: Sequence[int] = (1,),
     ) -> "DraftAlternatives":
         """Score both drafts, at most ``limit`` tokens far.
 
         draft: the suffix draft's tokens. forced: the model's row that was forced to follow them. unforced: the row in
-        which the model chose its own tokens. stands_for: by position, steps that the model's run stands for; the last
-        one counts for later positions, too.
+        which the model chose its own tokens. observation_weights: by position; the last one counts for later positions,
+        too.
         """
-        result = cls(calibrator, length, stands_for)
+        result = cls(calibrator, length, observation_weights)
         row = forced or unforced
-        if row is None:
-            return result
         limit = min(limit, len(row.top))
-        at = result._score_shared(draft, row, limit)
-        if at < limit and at < len(draft):
-            result._score_fork(draft, row, at)
+        # 1. The tokens on which both agree.
+        fork = result._score_shared(draft, row, limit)
+        preceded_by = BEHIND_AGREED if fork else SILENT
+        if fork < limit and fork < len(draft):
+            # 2. Both tokens at the fork.
+            result._score_fork(draft, row, fork)
+            preceded_by = BEHIND_RIVAL
+            # 3. The suffix draft behind the fork, and the model's tokens behind that.
             if forced is not None:
-                result._score_forced(draft, forced, at + 1, limit)
-        begin = at + len(result.model)
+                result._score_forced(draft, forced, fork + 1, limit)
+        # 4. The model's own continuation, unless rounding has led the unforced row another way.
         taken = [scored.token for scored in result.shared + result.model]
-        behind = BEHIND_RIVAL if result.model else BEHIND_AGREED if at else SILENT
-        if unforced is not None and begin < limit and unforced.tokens[:begin] == taken:
-            result.model += result._score_own(unforced, begin, limit, behind)
-        elif not result.suffix:  # the model goes on behind a short suffix draft
-            result.shared += result._score_own(row, at, limit, behind)
+        if unforced.tokens[: len(taken)] == taken:
+            result.model += result._score_own(unforced, len(taken), limit, preceded_by)
+        elif not result.suffix:  # the forced row goes on behind a short suffix draft
+            result.model += result._score_own(row, fork, limit, preceded_by)
         return result
 
     def drafts(self) -> list[ScoredDraft]:
@@ -146,8 +148,9 @@ class DraftAlternatives:
         return right
 
     def _note(self, scored: ScoredToken, verified: int) -> None:
-        steps = self._stands_for[min(scored.position, len(self._stands_for) - 1)]
-        self._calibrator.learn(scored, scored.token == verified, steps)
+        weights = self._observation_weights
+        weight = weights[min(scored.position, len(weights) - 1)]
+        self._calibrator.learn(scored, scored.token == verified, weight)
 
     def _score_shared(self, draft: Sequence[SuffixToken], row: ModelRow, limit: int) -> int:
         """Score the tokens that both drafts begin with. Return the position behind them."""
@@ -157,13 +160,13 @@ class DraftAlternatives:
             self.shared.append(self._calibrator.agreed(suffix, at, row.top_probabilities[at]))
         return min(limit, len(draft))
 
-    def _score_fork(self, draft: Sequence[SuffixToken], row: ModelRow, at: int) -> None:
+    def _score_fork(self, draft: Sequence[SuffixToken], row: ModelRow, fork: int) -> None:
         """Score both tokens of the first position where the model would take another token."""
-        suffix = draft[at]
-        top = row.top_probabilities[at]
-        known = row.probabilities[at] if row.tokens[at] == suffix.token else None
-        rival = self._calibrator.rival(row.top[at], at, top, suffix)
-        self.suffix.append((self._calibrator.judged(suffix, at, known, top), rival))
+        suffix = draft[fork]
+        top = row.top_probabilities[fork]
+        known = row.probabilities[fork] if row.tokens[fork] == suffix.token else None
+        rival = self._calibrator.rival(row.top[fork], fork, top, suffix)
+        self.suffix.append((self._calibrator.disputed(suffix, fork, known, top), rival))
         self.model.append(rival)
 
     def _score_forced(self, draft: Sequence[SuffixToken], forced: ModelRow, begin: int, limit: int) -> None:
@@ -173,14 +176,15 @@ class DraftAlternatives:
             if forced.top[at] == suffix.token:
                 self.suffix.append((self._calibrator.agreed(suffix, at, top), None))
             else:
-                judged = self._calibrator.judged(suffix, at, forced.probabilities[at], top)
-                self.suffix.append((judged, self._calibrator.rival(forced.top[at], at, top, suffix)))
+                disputed = self._calibrator.disputed(suffix, at, forced.probabilities[at], top)
+                self.suffix.append((disputed, self._calibrator.rival(forced.top[at], at, top, suffix)))
         behind = self._score_own(forced, max(begin, len(draft)), limit, BEHIND_AGREED)
         self.suffix += [(scored, None) for scored in behind]
 
-    def _score_own(self, row: ModelRow, begin: int, limit: int, behind: int) -> list[ScoredToken]:
+    def _score_own(self, row: ModelRow, begin: int, limit: int, preceded_by: int) -> list[ScoredToken]:
         """Score the model's tokens at positions without a suffix draft."""
-        return [self._calibrator.own(row.tokens[at], at, row.probabilities[at], behind) for at in range(begin, limit)]
+        own, tokens, probabilities = self._calibrator.own, row.tokens, row.probabilities
+        return [own(tokens[at], at, probabilities[at], preceded_by) for at in range(begin, limit)]
 
 
 def pack(drafts: Sequence[ScoredDraft], width: int) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:

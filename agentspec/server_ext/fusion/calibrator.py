@@ -8,14 +8,14 @@ drafted tokens. In each of four situations, the calibrator learns the probabilit
              where the suffix index is silent, where both agreed before, and where the model left the suffix draft
 ``AGREED``   the token that the model and the suffix draft share
 ``RIVAL``    the model's token if the suffix draft has another one
-``JUDGED``   the suffix draft's token if the model would take another one
+``DISPUTED`` the suffix draft's token if the model would take another one
 
 The last three are logistic regressions, learned online (AdaGrad; Duchi et al., Adaptive Subgradient Methods, 2011),
 with a bias for each of the first positions and for each source of the suffix draft's token. Their inputs are the
 logarithm of the match's length, the log-odds of the token's probability by its own drafter, and log(1 - p), where p is
 the probability that the other drafter gives its token. If p is 0, so is that input, so an uninformed model changes
-nothing. ``JUDGED`` also has log(q / p), where q is the model's probability of the suffix draft's token; -1 if unknown.
-The first weights combine the two drafters' probabilities as independent evidence.
+nothing. ``DISPUTED`` also has log(q / p), where q is the model's probability of the suffix draft's token; -1 if
+unknown. The first weights combine the two drafters' probabilities as independent evidence.
 """
 
 import math
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from agentspec.cache import SOURCES
 
-OWN, AGREED, RIVAL, JUDGED = range(4)
+OWN, AGREED, RIVAL, DISPUTED = range(4)
 SILENT, BEHIND_AGREED, BEHIND_RIVAL = range(3)
 """What precedes a token of the model's own: no drafted token, agreed tokens, or a rival of the suffix draft's token."""
 
@@ -78,23 +78,23 @@ class AcceptanceCalibrator:
         self._weights = {
             AGREED: [*bias, 0.0, 1.0, -0.5],
             RIVAL: [*bias, 0.0, 0.8, 0.6],
-            JUDGED: [*bias, 0.0, 1.0, 0.6, 0.1],
+            DISPUTED: [*bias, 0.0, 1.0, 0.6, 0.1],
         }
         self._squares = {kind: [0.0] * len(weights) for kind, weights in self._weights.items()}
         self.seen = [0, 0, 0, 0]
         self.accepted = [0, 0, 0, 0]
 
-    def own(self, token: int, position: int, model: float, behind: int = SILENT) -> ScoredToken:
+    def own(self, token: int, position: int, by_model: float, preceded_by: int = SILENT) -> ScoredToken:
         """Score the model's token at a position without a suffix draft.
 
-        model: the model's probability of it. behind: SILENT, BEHIND_AGREED or BEHIND_RIVAL.
+        by_model: the model's probability of it. preceded_by: SILENT, BEHIND_AGREED or BEHIND_RIVAL.
         """
-        key = _bin(position, model)
-        probability = min(model, 1.0)  # a sum of rounded numbers may be slightly more
-        for counted in (key, (*key, behind)):  # the second count corrects what the first one says
+        key = _bin(position, by_model)
+        probability = min(by_model, 1.0)  # a sum of rounded numbers may be slightly more
+        for counted in (key, (*key, preceded_by)):  # the second count corrects what the first one says
             accepted, seen = self._bins.get(counted, (0.0, 0.0))
             probability = (accepted + _PRIOR * probability) / (seen + _PRIOR)
-        return ScoredToken(token, probability, OWN, position, (model,), behind)
+        return ScoredToken(token, probability, OWN, position, (by_model,), preceded_by)
 
     def worth(self, tokens: int) -> list[float]:
         """Return the expected accepted tokens of a draft of 1, 2, … ``tokens`` tokens that the model is yet to make."""
@@ -106,36 +106,36 @@ class AcceptanceCalibrator:
             result.append(total)
         return result
 
-    def agreed(self, suffix: SuffixToken, position: int, model: float) -> ScoredToken:
-        """Score a token that both drafts share. model: the model's probability of it."""
-        return self._weigh(suffix.token, AGREED, position, suffix, (log_odds(suffix.probability), _log(1.0 - model)))
+    def agreed(self, suffix: SuffixToken, position: int, by_model: float) -> ScoredToken:
+        """Score a token that both drafts share. by_model: the model's probability of it."""
+        return self._weigh(suffix.token, AGREED, position, suffix, (log_odds(suffix.probability), _log(1.0 - by_model)))
 
-    def rival(self, token: int, position: int, model: float, suffix: SuffixToken) -> ScoredToken:
-        """Score the model's token where the suffix draft has another. model: the model's probability of it."""
-        return self._weigh(token, RIVAL, position, suffix, (log_odds(model), _log(1.0 - suffix.probability)))
+    def rival(self, token: int, position: int, by_model: float, suffix: SuffixToken) -> ScoredToken:
+        """Score the model's token where the suffix draft has another. by_model: the model's probability of it."""
+        return self._weigh(token, RIVAL, position, suffix, (log_odds(by_model), _log(1.0 - suffix.probability)))
 
-    def judged(self, suffix: SuffixToken, position: int, model: float | None, top: float) -> ScoredToken:
+    def disputed(self, suffix: SuffixToken, position: int, by_model: float | None, top: float) -> ScoredToken:
         """Score the suffix draft's token where the model would take another one.
 
-        model: the model's probability of this token, None if unknown. top: the probability of the model's own token.
+        by_model: the model's probability of this token, None if unknown. top: the probability of the model's own token.
         """
-        behind = -1.0 if model is None else _log(model / max(top, _TINY))
-        evidence = (log_odds(suffix.probability), _log(1.0 - top), behind)
-        return self._weigh(suffix.token, JUDGED, position, suffix, evidence)
+        relative = -1.0 if by_model is None else _log(by_model / max(top, _TINY))
+        evidence = (log_odds(suffix.probability), _log(1.0 - top), relative)
+        return self._weigh(suffix.token, DISPUTED, position, suffix, evidence)
 
-    def learn(self, scored: ScoredToken, accepted: bool, stands_for: int = 1) -> None:
+    def learn(self, scored: ScoredToken, accepted: bool, observation_weight: int = 1) -> None:
         """Learn whether the target accepted the token.
 
-        stands_for: as many observations of a token of the model's own it counts as. The regressions learn from each
-        token what they can, and know no such number.
+        observation_weight: what the observation of a token of the model's own counts as. The regressions need no such
+        number, as they learn from each token what they can.
         """
         self.seen[scored.kind] += 1
         self.accepted[scored.kind] += accepted
         if scored.kind == OWN:
             key = _bin(scored.position, scored.evidence[0])
             for counted in (key, (*key, scored.category)):
-                _count(self._bins.setdefault(counted, [0.0, 0.0]), accepted, stands_for)
-            _count(self._positions.setdefault(scored.position, [0.0, 0.0]), accepted, stands_for)
+                _count(self._bins.setdefault(counted, [0.0, 0.0]), accepted, observation_weight)
+            _count(self._positions.setdefault(scored.position, [0.0, 0.0]), accepted, observation_weight)
             return
         weights, squares = self._weights[scored.kind], self._squares[scored.kind]
         error = float(accepted) - scored.probability
@@ -147,7 +147,7 @@ class AcceptanceCalibrator:
             weights[i] += _RATE * step / math.sqrt(squares[i] + _SMOOTH)
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Return how many tokens of each kind were seen and accepted, as JSON."""
+        """Return how many tokens of each kind were seen and accepted, as JSON. ``judged`` has the disputed ones."""
         names = ("own", "agreed", "rival", "judged")
         return {name: {"seen": self.seen[kind], "right": self.accepted[kind]} for kind, name in enumerate(names)}
 
@@ -164,12 +164,12 @@ class AcceptanceCalibrator:
         return ScoredToken(token, probability, kind, position, evidence, suffix.source)
 
 
-def _count(counts: list[float], accepted: bool, times: int) -> None:
-    """Add an observation to counts of tokens accepted and seen, so many times. Older ones fade."""
+def _count(counts: list[float], accepted: bool, weight: int) -> None:
+    """Add an observation to counts of tokens accepted and seen. weight: times that it counts. Older ones fade."""
     if counts[1] >= _MEMORY:
         counts[0], counts[1] = counts[0] / 2, counts[1] / 2
-    counts[0] += accepted * times
-    counts[1] += times
+    counts[0] += accepted * weight
+    counts[1] += weight
 
 
 def log_odds(probability: float) -> float:

@@ -22,7 +22,7 @@ from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, ScoredDraft, pack
 from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, SuffixToken
 from agentspec.server_ext.fusion.draft_model import RESTS, Int64, ModelDraft, StepModel, TokenChoices
-from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, Pace, gained_tokens
+from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, DraftPromise, Pace, gained_tokens
 from agentspec.server_ext.step import DraftRows, RunningMean
 
 T = TypeVar("T")
@@ -65,8 +65,8 @@ class _SuffixDrafts:
 class _ModelRun:
     """Hold a launched run of the model.
 
-    For the step's row ``rows[j]``, the model's row ``forced[j]`` follows the suffix draft and ``unforced[j]`` takes the
-    model's own tokens; -1: there is none. seconds: time that the launch took.
+    For the step's row ``rows[j]``, the model's row ``forced[j]`` follows the suffix draft (-1: there is none) and
+    ``unforced[j]`` takes the model's own tokens. seconds: time that the launch took.
     """
 
     rows: list[int]
@@ -257,9 +257,9 @@ class DraftFusion:
                 int(rows.lengths[i]),
                 [SuffixToken(tokens[at], probabilities[at], sources[at], matched[i] + at - begins) for at in own],
                 ModelRow.of(answer, forced) if forced >= 0 else None,
-                ModelRow.of(answer, unforced) if unforced >= 0 else None,
+                ModelRow.of(answer, unforced),
                 int(rows.max_draft_tokens[i]),
-                self.scheduler.stands_for,
+                self.scheduler.observation_weights,
             )
             rows.states[i].alternatives = alternatives
             found = alternatives.drafts()
@@ -268,13 +268,14 @@ class DraftFusion:
         merged = self._merge_drafts(suffix, scored, rows_of, width) if scored else drafts
         merged_expected, lengths = merged.expected(), np.diff(merged.offsets).tolist()
         for i in run.rows:
-            before, after = (expected[i], bounds[i + 1] - bounds[i]), (merged_expected[i], lengths[i])
+            before = DraftPromise(expected[i], bounds[i + 1] - bounds[i])
+            after = DraftPromise(merged_expected[i], lengths[i])
             self.scheduler.gains.learn(rows.states[i], expected[i], gained_tokens(before, after, suffix.cost))
         seconds = run.seconds + time.perf_counter() - begin
         self.runs += 1
         self.rows += len(answer.tokens)
         self._seconds += seconds
-        self.scheduler.time.observe(len(answer.tokens), seconds, self.scheduler.stands_for[-1])
+        self.scheduler.time.observe(len(answer.tokens), seconds, self.scheduler.observation_weights[-1])
         return FusedDrafts(merged, seconds)
 
     def _merge_drafts(

@@ -15,8 +15,9 @@ longer. Where trials are rare, each counts for the steps between.
 """
 
 from bisect import bisect, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from agentspec.cache.core import draft_value
 from agentspec.server_ext.fusion.draft_model import RESTS, TokenChoices
@@ -54,12 +55,19 @@ class Pace:
     row_seconds: float | None
 
 
-def gained_tokens(before: tuple[float, int], after: tuple[float, int], cost: float) -> float:
-    """Return how many tokens more a row yields with the new draft than with the old one in the same time.
+class DraftPromise(NamedTuple):
+    """Hold what a draft promises: ``expected`` accepted tokens, of ``drafted`` ones."""
 
-    before, after: (expected tokens, drafted tokens) of the row's draft. cost: price of verifying one more token.
+    expected: float
+    drafted: int
+
+
+def gained_tokens(before: DraftPromise, after: DraftPromise, cost: float) -> float:
+    """Return how many tokens more a row yields with the draft ``after`` than with ``before`` in the same time.
+
+    cost: price of verifying one more token.
     """
-    return (1.0 + after[0]) * (1.0 - draft_value(*before, cost) / draft_value(*after, cost))
+    return (1.0 + after.expected) * (1.0 - draft_value(*before, cost) / draft_value(*after, cost))
 
 
 class ModelTime:
@@ -75,8 +83,8 @@ class ModelTime:
         """Return whether so many runs were seen that a slow first one says nothing any more."""
         return self.runs >= _SETTLING
 
-    def observe(self, rows: int, seconds: float, stands_for: int = 1) -> None:
-        """Add the time of a run. stands_for: the run itself, and the steps since the latest one."""
+    def observe(self, rows: int, seconds: float, weight: int = 1) -> None:
+        """Add the time of a run. weight: 1 for the run itself, plus the steps since the latest one."""
         self.runs += 1
         mean = self._means.get(rows)
         if mean is None:
@@ -86,7 +94,7 @@ class ModelTime:
         elif mean.count < _SETTLING:  # the first runs are slow, because they compile and allocate
             mean.value, mean.count = min(seconds, mean.value), mean.count + 1
         else:
-            mean.add(min(seconds, _OUTLIER * mean.value), _TIME_MEMORY, min(stands_for, _MOST_TIMED))
+            mean.add(min(seconds, _OUTLIER * mean.value), _TIME_MEMORY, min(weight, _MOST_TIMED))
         for size, other in self._means.items():  # a slow first run with some rows says nothing about runs with others
             if other.count < _SETTLING:
                 other.value = min(other.value, _OUTLIER * self._means[rows].value * max(1.0, size / rows))
@@ -206,10 +214,10 @@ class Gains:
         mean.add(gain, _MEMORY, 1 + self._passed_over[at])
         self._passed_over[at] = 0
 
-    def pass_over(self, expected: float) -> None:
-        """Note a row for which the model does not run."""
-        at = _bin(expected)
-        self._passed_over[at] = min(self._passed_over[at] + 1, _MOST_PASSED_OVER)
+    def pass_over(self, expected: Iterable[float]) -> None:
+        """Note rows that might have a draft, but for which the model does not run."""
+        for at in map(_bin, expected):
+            self._passed_over[at] = min(self._passed_over[at] + 1, _MOST_PASSED_OVER)
 
     def stats(self) -> list[dict[str, float]]:
         """Return the mean gains in tokens, by the suffix draft's expected tokens, as JSON."""
@@ -220,15 +228,15 @@ class Gains:
 class DraftModelScheduler:
     """Choose the rows for which the draft model runs, by its gains and its time. Plain arithmetic, no I/O.
 
-    stands_for: by position, steps that this step's run stands for: itself, and the latest ones that drafted nothing
-    there. The last position stands for all later ones, too.
+    observation_weights: weight by position of what this step's run shows: 1 for this step, plus the steps since the
+    latest run that drafted there. The last one counts for later positions, too.
     """
 
     def __init__(self) -> None:
         self.time = ModelTime()
         self.passes = PassTime()
         self.gains = Gains()
-        self.stands_for = [1]
+        self.observation_weights = [1]
         self._credit = 0.0
         self._undrafted: dict[int, int] = {}  # by position: steps since the latest run that drafted there
         self.trials = 0
@@ -246,7 +254,7 @@ class DraftModelScheduler:
             return []
         everything = self.time.seconds(sum(widths))
         if pace.row_seconds is None or everything is None or not self.time.settled:
-            self._note([], 1, 1)
+            self._note_run(1, 1)
             return able  # run on all rows while nothing is known
         tokens_a_second = pace.rate / pace.row_seconds
         gains = sorted(((self.gains.of(states[i], expected[i]), i) for i in able), reverse=True)
@@ -262,7 +270,8 @@ class DraftModelScheduler:
         chosen = gains[:count]
         if count < len(able) and self._may_try(everything, pace.row_seconds * len(states)):
             chosen = gains
-        self._note([expected[i] for _, i in gains[len(chosen) :]], 1 if chosen else 0, 1)
+        self.gains.pass_over(expected[i] for _, i in gains[len(chosen) :])
+        self._note_run(1 if chosen else 0, 1)
         return sorted(i for _, i in chosen)
 
     def choose_tokens(
@@ -282,11 +291,11 @@ class DraftModelScheduler:
         able = [i for i, limit in enumerate(limits) if limit > 0]
         least, most = choices.least, choices.most  # the time of the least cannot be saved
         if least == most or not able:
-            self._note([], least, most)
+            self._note_run(least, most)
             return least
         saved = self.passes.saved(len(states), most, least)
         if pace.row_seconds is None or saved is None or not self.passes.settled:
-            self._note([], most, most)
+            self._note_run(most, most)
             return most  # while nothing is known
         gain = sum(max(0.0, self.gains.of(states[i], expected[i])) for i in able)
         tokens_a_second = pace.rate / pace.row_seconds
@@ -298,7 +307,9 @@ class DraftModelScheduler:
                 best, count = surplus, tokens
         if count < most and self._may_try(saved, pace.row_seconds * len(states)):
             count = most
-        self._note([] if count > 0 else [expected[i] for i in able], count, most)  # a first pass alone shows no gain
+        if count <= 0:  # a first pass alone shows no gain
+            self.gains.pass_over(expected[i] for i in able)
+        self._note_run(count, most)
         return count
 
     def _may_try(self, cost: float, step: float) -> bool:
@@ -310,14 +321,12 @@ class DraftModelScheduler:
         self.trials += 1
         return True
 
-    def _note(self, passed_over: Sequence[float], tokens: int, most: int) -> None:
+    def _note_run(self, tokens: int, most: int) -> None:
         """Note how many tokens, of at most ``most``, the model drafts in this step; RESTS or 0: none.
 
-        passed_over: expected tokens of the rows that might have a draft, but for which it does not run.
+        A model for chosen rows drafts all its tokens or none, so 1 of 1 stands for all of them.
         """
-        for promised in passed_over:
-            self.gains.pass_over(promised)
-        self.stands_for = [1 + self._undrafted.get(at, 0) for at in range(max(tokens, 1))]
+        self.observation_weights = [1 + self._undrafted.get(at, 0) for at in range(max(tokens, 1))]
         for at in range(most):
             undrafted = min(self._undrafted.get(at, 0) + 1, _MOST_PASSED_OVER)
             self._undrafted[at] = 0 if at < tokens else undrafted
