@@ -1,10 +1,11 @@
 """Draft one step from the suffix index and, if that is worth its time, from a draft model.
 
-If the model runs on the host, the suffix index drafts first, and the model runs only for rows with something to gain. A
-model on a GPU runs in parallel to the host. It is launched first, for rows chosen by the last step, and the suffix
-index drafts meanwhile. Such a model cannot score the suffix draft, which does not exist yet when it starts.
+If the model runs on the host, the suffix index drafts first, and the model runs only for rows with something to gain
+(``_draft_then_ask``). A model on a GPU runs in parallel to the host. It is launched first, for rows chosen by the last
+step, and the suffix index drafts meanwhile (``_ask_early``). Such a model cannot score the suffix draft, which does not
+exist yet when it starts.
 
-A drafter of vLLM's own runs over the whole batch behind the suffix index (``StepModel.choices``).
+A drafter of vLLM's own runs over the whole batch behind the suffix index (``_ask_for_batch``, ``StepModel.choices``).
 """
 
 import logging
@@ -21,7 +22,7 @@ from agentspec.cache.core import draft_value
 from agentspec.server_ext import UNFORCED
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, ScoredDraft, pack
 from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, SuffixToken
-from agentspec.server_ext.fusion.draft_model import RESTS, Int64, ModelDraft, StepModel, TokenChoices
+from agentspec.server_ext.fusion.draft_model import RESTS, ModelDraft, StepModel, TokenChoices
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, DraftPromise, Pace, gained_tokens
 from agentspec.server_ext.step import DraftRows, RunningMean
 
@@ -60,18 +61,37 @@ class _SuffixDrafts:
     cost: float
     """price of verifying one more token, as a share of a decode step"""
 
+    def value(self) -> float:
+        """Return the mean value of the drafts, in tokens per unit of work."""
+        lengths = np.diff(self.drafts.offsets).tolist()
+        values = [draft_value(e, length, self.cost) for e, length in zip(self.expected, lengths, strict=True)]
+        return sum(values) / len(values)
 
-@dataclass(slots=True)
+    def tokens_of(self, rows: Sequence[int]) -> list[list[SuffixToken]]:
+        """Return the drafts of these rows, token by token."""
+        drafts = self.drafts
+        columns = (drafts.offsets, drafts.match_lengths, drafts.token_ids, drafts.probabilities, drafts.sources)
+        bounds, matched, tokens, probabilities, sources = (column.tolist() for column in columns)
+        return [
+            [
+                SuffixToken(tokens[at], probabilities[at], sources[at], matched[i] + at - bounds[i])
+                for at in range(bounds[i], bounds[i + 1])
+            ]
+            for i in rows
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class _ModelRun:
     """Hold a launched run of the model.
 
-    For the step's row ``rows[j]``, the model's row ``forced[j]`` follows the suffix draft (-1: there is none) and
-    ``unforced[j]`` takes the model's own tokens. seconds: time that the launch took.
+    For the step's row ``rows[j]``, the model's row ``forced[j]`` follows the suffix draft (None: there is no such row),
+    and ``unforced[j]`` takes the model's own tokens. seconds: time that the launch took.
     """
 
     rows: list[int]
-    forced: list[int]
-    unforced: list[int]
+    forced: Sequence[int | None]
+    unforced: Sequence[int]
     answer: Callable[[], ModelDraft]
     seconds: float
 
@@ -102,7 +122,7 @@ class DraftFusion:
 
     @property
     def disabled(self) -> bool:
-        """Return whether the model has failed too often and no longer runs."""
+        """Return whether the model has failed too often and no longer runs: ``given_up`` in the stats."""
         return self._failures >= _MODEL_FAILURES
 
     def draft(self, rows: DraftRows, model: StepModel, cost: float, row_seconds: float | None) -> FusedDrafts:
@@ -152,50 +172,49 @@ class DraftFusion:
             if state.alternatives is not None:
                 scored, state.alternatives = state.alternatives, None
                 scored.learn(rows.tokens[rows.rows[i], scored.length : rows.lengths[i]].tolist())
-        return self._launch_early(rows, model, row_seconds) if model.overlaps else None
+        return self._ask_early(rows, model, row_seconds) if model.overlaps else None
 
-    def _launch_early(self, rows: DraftRows, model: StepModel, row_seconds: float | None) -> _ModelRun | None:
+    def _ask_early(self, rows: DraftRows, model: StepModel, row_seconds: float | None) -> _ModelRun | None:
         """Launch the model before the suffix index drafts, for rows chosen by the last step; None: for no row."""
         expected = [state.expected_tokens for state in rows.states]
         widths = np.minimum(rows.max_draft_tokens, 1).tolist()
         pace = Pace(1.0 + sum(expected) / len(expected), row_seconds)
         chosen = self.scheduler.choose(rows.states, expected, widths, pace)
-        return self._launch(rows, model, chosen, None) if chosen else None
+        return self._launch(rows, model, chosen, [[]] * len(chosen)) if chosen else None
 
     def _improve(
-        self, suffix: _SuffixDrafts, model: StepModel, run: _ModelRun | None, row_seconds: float | None
+        self, suffix: _SuffixDrafts, model: StepModel, early: _ModelRun | None, row_seconds: float | None
     ) -> FusedDrafts:
         """Improve the suffix drafts by the model, if it was launched or is worth running."""
-        rows, expected = suffix.rows, suffix.expected
-        if model.overlaps:
-            for state, tokens in zip(rows.states, expected, strict=True):
-                state.expected_tokens = tokens
-        else:
-            drafted = suffix.drafts.lists()
-            values = [draft_value(e, len(draft), suffix.cost) for e, draft in zip(expected, drafted, strict=True)]
-            value = sum(values) / len(values)
-            if model.choices is not None:
-                self._usual.add(value, _USUAL_STEPS)
-                pace = Pace((value + self._usual.value) / 2, row_seconds)
-                return self._with_whole_batch(suffix, model, model.choices, pace)
-            widths = [
-                0 if limit == 0 else 2 if draft and self._scores else 1
-                for limit, draft in zip(rows.max_draft_tokens.tolist(), drafted, strict=True)
-            ]
-            chosen = self.scheduler.choose(rows.states, expected, widths, Pace(value, row_seconds))
-            run = self._launch(rows, model, chosen, drafted) if chosen else None
-        if run is None:
+        if model.choices is not None:
+            return self._ask_for_batch(suffix, model, model.choices, row_seconds)
+        if not model.overlaps:
+            return self._draft_then_ask(suffix, model, row_seconds)
+        for state, tokens in zip(suffix.rows.states, suffix.expected, strict=True):
+            state.expected_tokens = tokens
+        return FusedDrafts(suffix.drafts) if early is None else self._merge_answer(suffix, early, model.positions)
+
+    def _draft_then_ask(self, suffix: _SuffixDrafts, model: StepModel, row_seconds: float | None) -> FusedDrafts:
+        """Run a model on the host for the rows that are worth its time, also to score their suffix drafts."""
+        rows, limits = suffix.rows, suffix.rows.max_draft_tokens.tolist()
+        drafts = suffix.drafts.lists() if self._scores else [[]] * len(limits)
+        widths = [0 if limit == 0 else 2 if draft else 1 for limit, draft in zip(limits, drafts, strict=True)]
+        chosen = self.scheduler.choose(rows.states, suffix.expected, widths, Pace(suffix.value(), row_seconds))
+        if not chosen:
             return FusedDrafts(suffix.drafts)
+        run = self._launch(rows, model, chosen, [drafts[i] for i in chosen])
         return self._merge_answer(suffix, run, model.positions)
 
-    def _with_whole_batch(
-        self, suffix: _SuffixDrafts, model: StepModel, choices: TokenChoices, pace: Pace
+    def _ask_for_batch(
+        self, suffix: _SuffixDrafts, model: StepModel, choices: TokenChoices, row_seconds: float | None
     ) -> FusedDrafts:
         """Run a drafter of whole batches for as many tokens as are worth their time, and improve the suffix drafts."""
-        rows, drafts = suffix.rows, suffix.drafts
+        rows, drafts, value = suffix.rows, suffix.drafts, suffix.value()
+        self._usual.add(value, _USUAL_STEPS)
         if choices.most == 0:  # the drafter cannot run in this step, which says nothing about its time
             return FusedDrafts(drafts)
         limits, worth = rows.max_draft_tokens.tolist(), self.calibrator.worth(choices.most)
+        pace = Pace((value + self._usual.value) / 2, row_seconds)
         tokens = self.scheduler.choose_tokens(rows.states, suffix.expected, limits, worth, choices, pace)
         chosen = [i for i, limit in enumerate(limits) if limit > 0] if tokens > 0 else []
         begin = time.perf_counter()
@@ -209,31 +228,24 @@ class DraftFusion:
         passes = self.scheduler.passes
         passes.observe(len(rows.states), tokens, seconds)
         if chosen:
-            run = _ModelRun(chosen, [-1] * len(chosen), list(range(len(chosen))), answer, seconds)
+            run = _ModelRun(chosen, [None] * len(chosen), range(len(chosen)), answer, seconds)
             drafts = self._merge_answer(suffix, run, model.positions).drafts
         return FusedDrafts(drafts, passes.beyond_least(len(rows.states), tokens))
 
-    def _launch(
-        self, rows: DraftRows, model: StepModel, chosen: list[int], drafts: list[list[int]] | None
-    ) -> _ModelRun:
-        """Launch the model for the chosen rows. drafts: suffix drafts of all rows, to follow and score; or None."""
+    @staticmethod
+    def _launch(rows: DraftRows, model: StepModel, chosen: list[int], drafts: Sequence[list[int]]) -> _ModelRun:
+        """Launch the model for the chosen rows. drafts: for each of these, tokens to follow and score, or none."""
         begin = time.perf_counter()
-        engine_rows: list[int] = []
-        proposals: list[list[int]] = []
-        forced, unforced = [-1] * len(chosen), [-1] * len(chosen)
-        length = model.positions
-        for j, i in enumerate(chosen):
-            row = int(rows.rows[i])
-            if drafts is not None and self._scores and drafts[i]:
-                proposal = drafts[i][:length]
-                forced[j] = len(engine_rows)
+        engine_rows, forced, unforced = list[int](), list[int | None](), list[int]()
+        proposals = np.full((2 * len(chosen), model.positions), UNFORCED, dtype=np.int64)
+        for row, draft in zip(rows.rows[chosen].tolist(), drafts, strict=True):
+            forced.append(len(engine_rows) if draft else None)
+            if draft:
+                proposals[len(engine_rows), : len(draft)] = draft[: model.positions]
                 engine_rows.append(row)
-                proposals.append(proposal + [UNFORCED] * (length - len(proposal)))
-            unforced[j] = len(engine_rows)
+            unforced.append(len(engine_rows))
             engine_rows.append(row)
-            proposals.append([UNFORCED] * length)
-        wanted: Int64 = np.array(proposals, dtype=np.int64)
-        answer = model.launch(engine_rows, wanted)
+        answer = model.launch(engine_rows, proposals[: len(engine_rows)])
         return _ModelRun(chosen, forced, unforced, answer, time.perf_counter() - begin)
 
     def _merge_answer(self, suffix: _SuffixDrafts, run: _ModelRun, width: int) -> FusedDrafts:
@@ -241,22 +253,18 @@ class DraftFusion:
 
         width: most tokens of an alternative.
         """
-        rows, drafts, expected = suffix.rows, suffix.drafts, suffix.expected
+        rows = suffix.rows
         begin = time.perf_counter()
         answer = run.answer().finite()
-        bounds, columns = drafts.offsets.tolist(), (drafts.token_ids, drafts.probabilities, drafts.sources)
-        tokens, probabilities, sources = (column.tolist() for column in columns)
-        matched = drafts.match_lengths.tolist()
+        drafts = suffix.tokens_of(run.rows) if self._scores else [[]] * len(run.rows)
         scored: list[ScoredDraft] = []
         rows_of: list[int] = []
-        for i, forced, unforced in zip(run.rows, run.forced, run.unforced, strict=True):
-            begins = bounds[i]
-            own = range(begins, bounds[i + 1] if self._scores else begins)
+        for i, draft, forced, unforced in zip(run.rows, drafts, run.forced, run.unforced, strict=True):
             alternatives = DraftAlternatives.score(
                 self.calibrator,
                 int(rows.lengths[i]),
-                [SuffixToken(tokens[at], probabilities[at], sources[at], matched[i] + at - begins) for at in own],
-                ModelRow.of(answer, forced) if forced >= 0 else None,
+                draft,
+                None if forced is None else ModelRow.of(answer, forced),
                 ModelRow.of(answer, unforced),
                 int(rows.max_draft_tokens[i]),
                 self.scheduler.observation_weights,
@@ -265,18 +273,23 @@ class DraftFusion:
             found = alternatives.drafts()
             scored += found
             rows_of += [i] * len(found)
-        merged = self._merge_drafts(suffix, scored, rows_of, width) if scored else drafts
-        merged_expected, lengths = merged.expected(), np.diff(merged.offsets).tolist()
-        for i in run.rows:
-            before = DraftPromise(expected[i], bounds[i + 1] - bounds[i])
-            after = DraftPromise(merged_expected[i], lengths[i])
-            self.scheduler.gains.learn(rows.states[i], expected[i], gained_tokens(before, after, suffix.cost))
+        merged = self._merge_drafts(suffix, scored, rows_of, width) if scored else suffix.drafts
+        self._learn_gains(suffix, merged, run.rows)
         seconds = run.seconds + time.perf_counter() - begin
         self.runs += 1
         self.rows += len(answer.tokens)
         self._seconds += seconds
         self.scheduler.time.observe(len(answer.tokens), seconds, self.scheduler.observation_weights[-1])
         return FusedDrafts(merged, seconds)
+
+    def _learn_gains(self, suffix: _SuffixDrafts, merged: StepDrafts, asked: list[int]) -> None:
+        """Learn how many tokens each of the rows gained for which the model was asked."""
+        expected, lengths = merged.expected(), np.diff(merged.offsets).tolist()
+        suffix_lengths = np.diff(suffix.drafts.offsets).tolist()
+        for i in asked:
+            before, after = DraftPromise(suffix.expected[i], suffix_lengths[i]), DraftPromise(expected[i], lengths[i])
+            gain = gained_tokens(before, after, suffix.cost)
+            self.scheduler.gains.learn(suffix.rows.states[i], suffix.expected[i], gain)
 
     def _merge_drafts(
         self, suffix: _SuffixDrafts, scored: list[ScoredDraft], rows_of: list[int], width: int
