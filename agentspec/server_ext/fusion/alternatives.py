@@ -103,34 +103,33 @@ class DraftAlternatives:
     def drafts(self) -> list[ScoredDraft]:
         """Return the drafts that may be worth more than the current suffix draft.
 
-        They are the suffix draft with its new probabilities, the model's draft, and a beginning of the suffix draft. It
-        ends with the model's token at the first position behind the fork where that is the more probable one.
+        They are the suffix draft with its new probabilities, the model's draft, and the suffix draft up to the first
+        position behind the fork where the model's token is the more probable one, with that token.
         """
-        begin = [(scored.token, scored.probability) for scored in self.shared]
+        suffix = [scored for scored, _ in self.suffix]
         result = []
-        if self.suffix or not self.model:
-            result.append(begin + [(scored.token, scored.probability) for scored, _ in self.suffix])
+        if suffix or not self.model:
+            result.append(self.shared + suffix)
         if self.model:
-            result.append(begin + [(scored.token, scored.probability) for scored in self.model])
-        for at, (own, other) in enumerate(self.suffix):
-            if at > 0 and other is not None and other.probability > own.probability:
-                kept = [(scored.token, scored.probability) for scored, _ in self.suffix[:at]]
-                result.append([*begin, *kept, (other.token, other.probability)])
+            result.append(self.shared + self.model)
+        for at, (scored, rival) in enumerate(self.suffix):
+            if at > 0 and rival is not None and rival.probability > scored.probability:
+                result.append([*self.shared, *suffix[:at], rival])
                 break
-        return [draft for draft in result if draft]
+        return [[(scored.token, scored.probability) for scored in draft] for draft in result if draft]
 
     def learn(self, verified: Sequence[int]) -> None:
         """Learn from the verified tokens that followed."""
         begin = len(self.shared)
         if self._learn(self.shared, verified, 0) < begin:
             return
-        for at, (own, other) in enumerate(self.suffix, begin):
+        for at, (scored, rival) in enumerate(self.suffix, begin):
             if at == len(verified):
                 break
-            self._note(own, verified[at])
-            if other is not None and at > begin:  # the one at `begin` is the first of `model`, learned below
-                self._note(other, verified[at])
-            if own.token != verified[at]:
+            self._note(scored, verified[at])
+            if rival is not None and at > begin:  # the one at `begin` is the first of `model`, learned below
+                self._note(rival, verified[at])
+            if scored.token != verified[at]:
                 break
         self._learn(self.model, verified, begin)
 
