@@ -28,7 +28,8 @@ bool shares(const Query& query, const Token* text, Position position) {
 }
 
 // Descends the tree in small moves, so that several searches can take turns: while one waits for memory, the others
-// move.
+// move. A search has three levels: the row, a chunk and a leaf. It makes its step() on each until it is no longer
+// open(), and descends in between: by find_chunk() and enter_chunk(), then by enter_leaf(). run() keeps this order.
 class Search {
  public:
   Search() = default;
@@ -37,11 +38,16 @@ class Search {
     narrow(tree.row().keys.data(), tree.row().firsts.data(), 0, static_cast<std::uint32_t>(tree.row().keys.size()));
   }
 
-  const Found& found() const { return found_; }
+  // Returns where the query belongs, once no step is left in the leaf.
+  Found found() const {
+    Found found = found_;
+    found.place.slot = low_;
+    return found;
+  }
 
   bool open() const { return low_ < high_; }
 
-  // Descends from the row to the chunk that the search found.
+  // Prefetches the chunk that the search found in the row.
   void find_chunk() {
     front_ = low_ == 0;
     found_.place.chunk = front_ ? 0 : low_ - 1;
@@ -51,12 +57,13 @@ class Search {
     __builtin_prefetch(&chunk_->size);
   }
 
+  // Descends into that chunk.
   void enter_chunk() {
     low_ = high_ = 1;
     if (!front_) narrow(chunk_->keys.data(), chunk_->firsts.data(), 1, chunk_->size);
   }
 
-  // Descends from the chunk to the leaf that the search found.
+  // Descends into the leaf that the search found in the chunk.
   void enter_leaf() {
     found_.place.leaf = low_ - 1;
     firsts_ = tree_->leaf_at(found_.place);
@@ -65,8 +72,6 @@ class Search {
     high_ = front_ ? 0 : chunk_->counts[found_.place.leaf];
     for (std::uint32_t i = 0; i < kLeaf; i += 16) __builtin_prefetch(firsts_ + i);
   }
-
-  void finish() { found_.place.slot = low_; }
 
   // Prefetches the text that the next `levels` steps may read: that of 2^levels - 1 entries. It is always inlined,
   // because GCC drops calls of a function that does nothing but prefetch.
@@ -149,7 +154,6 @@ void run(std::span<Search> searches) {
   step_all<kMost>(searches);
   for (Search& search : searches) search.enter_leaf();
   step_all<kMost>(searches);
-  for (Search& search : searches) search.finish();
 }
 
 }  // namespace

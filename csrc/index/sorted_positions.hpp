@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -24,6 +25,8 @@ struct Extent {
 struct Neighbours {
   Position left = 0, right = 0;
   std::uint32_t left_common = 0, right_common = 0;
+
+  std::uint32_t longest_common() const { return std::max(left_common, right_common); }
 };
 
 // Keeps positions sorted by their contexts. The caller owns the text, and must not change it in front of positions that

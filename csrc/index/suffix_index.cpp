@@ -69,25 +69,31 @@ std::size_t SuffixIndex::advance(std::size_t budget) {
     Range& range = pending_.front();
     const std::size_t left = std::min<std::size_t>(budget - done, range.end - range.begin);
     auto count = static_cast<std::uint32_t>(std::min<std::size_t>(left, SortedPositions::kBatch));
-    if (next_ == range.begin && std::max(last_.left_common, last_.right_common) >= kDeep) {
+    Neighbours beside_last;
+    if (shortcuts_.behind_last == range.begin && shortcuts_.beside_last.longest_common() >= kDeep) {
       if (!stopwatch) stopwatch.emplace();
       if (++deep % kDeepSome == 0 && stopwatch->over(kDeepTime)) break;
       count = 1;
-      insert_next(range.begin);
-    } else if (count == 1 && end_.position == range.begin && end_.version == version_) {
-      last_ = sorted_.insert_at(text, end_.found, range.begin);
+      beside_last = insert_next(range.begin);
+    } else if (count == 1 && shortcuts_.end == range.begin) {
+      beside_last = sorted_.insert_at(text, shortcuts_.found_end, range.begin);
     } else {
-      last_ = sorted_.insert_batch(text, range.begin, count);
+      beside_last = sorted_.insert_batch(text, range.begin, count);
     }
-    next_ = range.begin + count;
-    for (std::uint32_t i = 0; i < count; ++i) mark(range.begin + i, true);
-    ++version_;  // in each round, because a place that was remembered before is out of date for the next one, too
+    note_indexed(range.begin, range.begin + count, beside_last);
     range.begin += count;
     done += count;
     if (range.begin == range.end) pending_.pop_front();
   }
   pending_count_ -= done;
   return done;
+}
+
+// Notes that [begin, end) was indexed, one position after the other. `beside_last`: the neighbours of the last one.
+void SuffixIndex::note_indexed(Position begin, Position end, const Neighbours& beside_last) {
+  for (Position position = begin; position < end; ++position) mark(position, true);
+  shortcuts_ = {.behind_last = end, .beside_last = beside_last};
+  ++version_;
 }
 
 std::size_t SuffixIndex::piece(std::size_t most) const {
@@ -107,39 +113,39 @@ std::size_t SuffixIndex::sort() {
   const auto rest = std::ranges::remove_if(all, [&](Position position) { return !is_indexed(position); });
   sorted_.tree().build(text, all.first(all.size() - rest.size()));
   pending_.clear();
-  last_ = {};
-  next_ = 0;
+  shortcuts_ = {};
   ++version_;
   return std::exchange(pending_count_, 0);
 }
 
 // Indexes the position after the last one. If the same token follows the last one's neighbours, the positions behind
 // them are the neighbours here and share one token more, so long contexts need not be compared again. Without this, a
-// text that repeats itself would take quadratic time.
-void SuffixIndex::insert_next(Position position) {
+// text that repeats itself would take quadratic time. Returns the position's neighbours.
+Neighbours SuffixIndex::insert_next(Position position) {
   const Token* const text = text_.data() + kPad;
+  const Neighbours& last = shortcuts_.beside_last;
   const Query query = Query::of_position(text, position);
   auto follows = [&](Position neighbour, std::uint32_t common) {
     return common > 0 && at(neighbour) == at(position - 1) && is_indexed(neighbour + 1);
   };
-  const bool left = follows(last_.left, last_.left_common);
-  const bool right = follows(last_.right, last_.right_common);
+  const bool left = follows(last.left, last.left_common);
+  const bool right = follows(last.right, last.right_common);
   Found found;
   bool known = false;
-  if (left && sorted_.locate(text, last_.left + 1, found.place)) {
+  if (left && sorted_.locate(text, last.left + 1, found.place)) {
     ++found.place.slot;
-    found.left = last_.left_common + 1;
+    found.left = last.left_common + 1;
     Place next = found.place;
     known = true;
     if (sorted_.tree().normalise(next)) {
       const Position other = sorted_.tree().at(next);
-      const Order order = right && other == last_.right + 1 ? Order{true, last_.right_common + 1}
-                                                              : compare(query, text, other, 0);
+      const Order order = right && other == last.right + 1 ? Order{true, last.right_common + 1}
+                                                           : compare(query, text, other, 0);
       found.right = order.common;
       known = order.less;
     }
-  } else if (right && sorted_.locate(text, last_.right + 1, found.place)) {
-    found.right = last_.right_common + 1;
+  } else if (right && sorted_.locate(text, last.right + 1, found.place)) {
+    found.right = last.right_common + 1;
     Place before = found.place;
     known = true;
     if (sorted_.tree().previous(before)) {
@@ -149,8 +155,7 @@ void SuffixIndex::insert_next(Position position) {
     }
   }
   if (!known) found = sorted_.search(text, query);
-  last_ = sorted_.neighbours(found);
-  sorted_.tree().insert(text, found.place, position);
+  return sorted_.insert_at(text, found, position);
 }
 
 void SuffixIndex::look_up(std::span<const Token> context, Match& match, KnownEnd* known) const {
@@ -192,11 +197,12 @@ Neighbours SuffixIndex::still_near(std::span<const Token> context, const KnownEn
 void SuffixIndex::remember_end(std::span<const Token> context, const Found& found) const {
   const Token* const end = text_.data() + text_.size();
   if (context.data() + context.size() != end) return;
-  end_ = {};
+  shortcuts_.end = 0;
   const std::size_t decided = std::max(found.left, found.right) + std::size_t{1};  // tokens that decide the order
   if (decided > std::min(context.size(), SortedPositions::kShallow)) return;
   if (std::find(end - decided, end, kBoundary) != end) return;
-  end_ = {static_cast<Position>(size()), version_, found};
+  shortcuts_.end = static_cast<Position>(size());
+  shortcuts_.found_end = found;
 }
 
 void SuffixIndex::look_up(std::span<const Token> context, std::size_t length, Match& match) const {
@@ -234,7 +240,7 @@ std::size_t SuffixIndex::remove(Position begin, Position& end, std::size_t budge
   end = std::min(end, static_cast<Position>(size()));
   if (begin >= end) return 0;
   frozen_ = false;
-  end_ = {};
+  shortcuts_ = {};
   forget_pending(begin, end);
   Token* const text = text_.data() + kPad;
   std::size_t done = 0;
@@ -259,7 +265,6 @@ std::size_t SuffixIndex::remove(Position begin, Position& end, std::size_t budge
     end = begin;
   }
   version_ += done > 0;
-  next_ = 0;
   return done;
 }
 
@@ -318,7 +323,7 @@ void SuffixIndex::rebase(Position by) {
   sorted_.tree().rebase(by);
   for (Range& range : pending_) range = {range.begin - by, range.end - by};
   released_ -= by;
-  next_ = 0;
+  shortcuts_ = {};
   ++version_;
 }
 

@@ -125,17 +125,19 @@ class SuffixIndex {
     Position begin, end;
   };
 
-  // Tells where the end of the text belongs, as a look-up found it, so that indexing it needs no search of its own.
-  struct FoundEnd {
-    Position position = 0;      // the end of the text then; 0: unknown
-    std::uint64_t version = 0;  // of the index at the look-up
-    Found found;
+  // Remembers what spares the next insertion its search. Every change of the indexed positions makes it out of date.
+  struct Shortcuts {
+    Position behind_last = 0;  // the position behind the one that was indexed last; 0: unknown
+    Neighbours beside_last{};  // the neighbours of that one
+    Position end = 0;          // the end of the text when a look-up found where it belongs; 0: unknown
+    Found found_end{};         // where it belongs
   };
 
   Neighbours still_near(std::span<const Token> context, const KnownEnd& known) const;
   void remember_end(std::span<const Token> context, const Found& found) const;
   std::size_t sort();
-  void insert_next(Position position);
+  Neighbours insert_next(Position position);
+  void note_indexed(Position begin, Position end, const Neighbours& beside_last);
   bool is_indexed(Position position) const;
   void mark(Position position, bool indexed);
   Position last_indexed(Position begin, Position end) const;
@@ -149,9 +151,7 @@ class SuffixIndex {
   SortedPositions sorted_;
   Queue<Range> pending_;  // findable positions still to be indexed, oldest first
   std::size_t pending_count_ = 0;
-  Neighbours last_;         // of the position that was indexed last
-  Position next_ = 0;       // the position behind that one; 0: unknown
-  mutable FoundEnd end_;    // const look-ups set it, but only those of this index's own end
+  mutable Shortcuts shortcuts_;  // const look-ups set it, but only those of this index's own end
   Position released_ = 0;   // everything before it was removed, and its memory given back
   std::uint64_t version_ = 0;
   bool frozen_ = false;
