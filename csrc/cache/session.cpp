@@ -144,34 +144,48 @@ void Session::begin_document(const std::optional<Prefix>& prefix, ContextHash co
   set_place(context.value, begin + 1);
 }
 
-bool Session::append(const Turn& turn, std::span<const std::uint64_t> prompt_blocks) {
-  const std::span<const Token> tokens = turn.tokens;
+// Makes a turn's context the newest one. Returns the context's hashes at the block boundaries behind its first `kept`
+// tokens.
+std::vector<std::uint64_t> Session::begin_newest(const Turn& turn, std::span<const std::uint64_t> prompt_blocks) {
   std::vector<std::uint64_t> blocks;
-  ContextHash context{turn.parent, turn.kept};
-  newest_ = context;
+  newest_ = {turn.parent, turn.kept};
   if (const std::size_t before = turn.kept / kBlock; prompt_blocks.size() > before) {
     blocks.assign(prompt_blocks.begin() + static_cast<std::ptrdiff_t>(before), prompt_blocks.end());
     newest_ = {blocks.back(), prompt_blocks.size() * kBlock};
   }
-  newest_.add(tokens.subspan(newest_.length - turn.kept), blocks);
-  const auto prefix = longest(context, parent_of(turn), tokens, blocks, turn.kept);
-  const std::size_t known = prefix ? prefix->length - turn.kept : 0;
-  const bool is_new = known < tokens.size();
-  auto end = prefix ? prefix->position : Position{0};
-  if (is_new) {
-    if (!prefix || prefix->position != text_.size()) {
-      for (const Token token : tokens.first(known)) context.add(token);
-      begin_document(prefix, context, tokens[known]);
-      if (!prefix && turn.kept % kBlock != 0) places_.add(turn.block, kNowhere);
-    }
-    const std::size_t begin = text_.size() - known;  // where the turn's tokens would begin if all were appended here
-    text_.append(tokens.subspan(known));
-    for (std::size_t b = 0; b < blocks.size(); ++b) {
-      const std::size_t count = (turn.kept / kBlock + b + 1) * kBlock - turn.kept;
-      if (count > known) set_place(blocks[b], static_cast<Position>(begin + count));
-    }
-    end = static_cast<Position>(text_.size());
+  newest_.add(std::span(turn.tokens).subspan(newest_.length - turn.kept), blocks);
+  return blocks;
+}
+
+// Appends a turn's tokens behind the first `known_of_turn`, which are here, and sets the places of its `blocks` there.
+// `known`: the known part of its context, if any. Returns where the turn ends in the text.
+Position Session::append_rest(const Turn& turn, const std::optional<Prefix>& known, std::size_t known_of_turn,
+                              std::span<const std::uint64_t> blocks) {
+  const std::span<const Token> tokens = turn.tokens;
+  if (!known || known->position != text_.size()) {
+    ContextHash context{turn.parent, turn.kept};
+    for (const Token token : tokens.first(known_of_turn)) context.add(token);
+    begin_document(known, context, tokens[known_of_turn]);
+    if (!known && turn.kept % kBlock != 0) places_.add(turn.block, kNowhere);
   }
+  const std::size_t begin_in_text = text_.size() - known_of_turn;  // of the turn, if all of it were appended here
+  text_.append(tokens.subspan(known_of_turn));
+  std::size_t length = turn.kept / kBlock * kBlock;  // of the context up to a block boundary
+  for (const std::uint64_t block : blocks) {
+    length += kBlock;
+    const std::size_t end_in_turn = length - turn.kept;
+    if (end_in_turn > known_of_turn) set_place(block, static_cast<Position>(begin_in_text + end_in_turn));
+  }
+  return static_cast<Position>(text_.size());
+}
+
+bool Session::append(const Turn& turn, std::span<const std::uint64_t> prompt_blocks) {
+  const auto blocks = begin_newest(turn, prompt_blocks);
+  const auto known = longest({turn.parent, turn.kept}, parent_of(turn), turn.tokens, blocks, turn.kept);
+  const std::size_t known_of_turn = known ? known->length - turn.kept : 0;  // those of its tokens that are here
+  const bool is_new = known_of_turn < turn.tokens.size();
+  Position end = known ? known->position : 0;  // of the turn, in the text
+  if (is_new) end = append_rest(turn, known, known_of_turn, blocks);
   set_place(newest_.value, end);
   if (turn.record != 0) records_.add(turn.record, end);
   return is_new;

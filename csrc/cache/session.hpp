@@ -104,6 +104,9 @@ class Session final : public CacheEntry {
   std::optional<Prefix> furthest(ContextHash at, std::optional<Position> position, std::span<const Token> tokens,
                                  std::size_t most_missing) const;
   std::span<const Token> before(Position position) const;
+  std::vector<std::uint64_t> begin_newest(const Turn& turn, std::span<const std::uint64_t> prompt_blocks);
+  Position append_rest(const Turn& turn, const std::optional<Prefix>& known, std::size_t known_of_turn,
+                       std::span<const std::uint64_t> blocks);
   void begin_document(const std::optional<Prefix>& prefix, ContextHash context, Token first);
   void set_place(std::uint64_t hash, Position position);
   void restore(SnapshotReader& reader);
