@@ -119,6 +119,15 @@ Corpus::Erasure Corpus::erasure_of(const std::string& session) const {
   return {hash_of(session), documents_.first(), documents_.next()};
 }
 
+// Moves a document to `erased_`. Leaves an empty one in its place, because `records_` finds the others by number.
+void Corpus::move_to_erased(std::size_t place) {
+  Document& document = documents_[place];
+  records_.erase(documents_.first() + static_cast<HashIndex::Number>(place), by_record());  // reads its record
+  if (place >= evicted_) drop(document);
+  erased_.push_back(document);
+  document = {0, 0, document.end, document.end, document.written};
+}
+
 bool Corpus::drop_some(Erasure& erasure) {
   const auto place_of = [&](HashIndex::Number number) {  // 0 if the documents up to there have gone
     const std::size_t place = documents_.place_of(number);
@@ -127,14 +136,11 @@ bool Corpus::drop_some(Erasure& erasure) {
   const std::size_t before = erased_.size(), end = place_of(erasure.end);
   std::size_t place = place_of(erasure.next), left = kDroppedPerCall;
   for (; place < end && left > 0; ++place) {
-    Document& document = documents_[place];
+    const Document& document = documents_[place];
     --left;
     if (document.session != erasure.session || document.erased()) continue;  // evicted ones may still be in the index
     left -= std::min(left, kDropCost);
-    records_.erase(documents_.first() + static_cast<HashIndex::Number>(place), by_record());
-    if (place >= evicted_) drop(document);
-    erased_.push_back(document);
-    document = {0, 0, document.end, document.end, document.written};
+    move_to_erased(place);
   }
   erasure.next = documents_.first() + static_cast<HashIndex::Number>(place);
   const bool more = place < end;

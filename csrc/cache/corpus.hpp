@@ -87,6 +87,7 @@ class Corpus {
   void restore(SnapshotReader& reader);
   void release(bool removed);
   void drop(const Document& document);
+  void move_to_erased(std::size_t place);
   void pass_erased();
   std::optional<std::uint64_t> record_of(HashIndex::Number number) const;
   auto by_record() const {  // for the calls of records_

@@ -144,13 +144,12 @@ std::shared_ptr<Group> CacheEntries::find_family_of(Names names) const {
   return found;
 }
 
-void CacheEntries::touch(CacheEntry& entry) { use(entry, ++tick_); }
-
-void CacheEntries::use(CacheEntry& entry, std::uint64_t tick) {
+// The orders and the lists of waiting entries find an entry by `used`. So it leaves them before that changes.
+void CacheEntries::touch(CacheEntry& entry) {
   const bool waiting = entry.waiting;
   set_waiting(entry, false);
   unfile(entry);
-  entry.used = tick;
+  entry.used = ++tick_;
   file(entry);
   set_waiting(entry, waiting);
 }

@@ -201,7 +201,6 @@ class CacheEntries {
   void weigh(CacheEntry& entry, Weight before, Weight now);
   unsigned learned_bits(const CacheEntry& entry) const;
   void note_if_over(const Tenant& tenant);
-  void use(CacheEntry& entry, std::uint64_t tick);
   void set_waiting(CacheEntry& entry, bool waiting);
   template <class Entry>
   bool save_some(const EntryMap<Entry>& map, SnapshotWriter& writer, Cursor& next, std::shared_ptr<CacheEntry>& frozen);
