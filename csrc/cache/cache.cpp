@@ -112,7 +112,7 @@ std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> o
   if (current.session ? !current.session->gone : current.shared) {
     turn = current.turn(output_limit);
     turn->record = record;
-    keep(current, current.session ? &current.session->key : nullptr, *turn, Origin::kFinished);
+    keep(*turn, Origin::kFinished, current, current.session ? &current.session->key : nullptr, current.blocks);
   }
   release(slot);
   if (turn) entries_.evict(tenant.get());
@@ -147,38 +147,6 @@ void Cache::release(std::size_t slot) {
   if (ended->group) entries_.count(*ended->group);
   let_go_of_entries(*ended);
   entries_.dispose_later(std::move(ended->index));
-}
-
-// Adds a turn to the session, group and tenant of a request. `session`: key of its session, which may not be held.
-void Cache::keep(const Request& of, const std::string* session, const Turn& turn, Origin origin) {
-  bool wanted = true;  // group and tenant take the turn: a restored one without a record must bring something new
-  std::vector<Token> context;
-  if (of.session && !turn.tokens.empty()) {
-    context = of.session->context_of(turn);
-    if (!of.session->holds(turn.record)) {
-      const bool is_new = of.session->append(turn, of.blocks);
-      wanted = is_new || turn.record != 0 || origin == Origin::kFinished;
-      entries_.trim(*of.session);
-    }
-  }
-  if (!turn.response().empty() && wanted) {
-    const auto kept_context = context_of_response(std::move(context), turn, drafter_->kept_context());
-    // Only new responses advance the window's clock: a stored one that is read again makes no other older.
-    std::size_t fresh = origin == Origin::kStored ? 0 : turn.response().size();
-    for (Group* group : {of.group.get(), of.shared ? static_cast<Group*>(of.tenant.get()) : nullptr}) {
-      if (!group || group->gone || group->corpus.holds(turn.record) || entries_.clogged()) continue;
-      of.tenant->written += std::exchange(fresh, 0);
-      if (group == of.tenant.get()) of.tenant->expect(origin == Origin::kFollowed);
-      group->corpus.add(session, turn.record, kept_context, turn.response(), entries_.now(*of.tenant));
-      if (group->tenant) entries_.trim(*group);
-      if (origin != Origin::kFollowed) entries_.touch(*group);
-      entries_.count(*group);
-    }
-  }
-  if (of.session && !turn.tokens.empty()) {
-    if (origin != Origin::kFollowed) entries_.touch(*of.session);
-    entries_.count(*of.session);
-  }
 }
 
 void Cache::publish(std::shared_ptr<const SuffixIndex> corpus) {

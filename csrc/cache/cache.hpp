@@ -201,12 +201,16 @@ class Cache {
   // Says where a turn comes from: a request that finished here, the store, or another process that just stored it. The
   // last is a followed turn, which marks nothing as used.
   enum class Origin { kFinished, kStored, kFollowed };
-  void keep(const Request& of, const std::string* session, const Turn& turn, Origin origin);
+  void keep(const Turn& turn, Origin origin, const TurnTarget& to, const std::string* session,
+            std::span<const std::uint64_t> prompt_blocks = {});
+  void add_response(const Turn& turn, Origin origin, const TurnTarget& to, const std::string* session,
+                    std::span<const Token> context);
+  void count_added(CacheEntry& entry, Origin origin);
   bool erase_some(Group& group, Corpus::Erasure& erasure);
   void forget_drafts(const std::string& tenant);
   std::size_t replay_step(Request& request, std::span<const Token> left, double cost);
-  bool find_held(Names names, Request& to);
-  void find_or_make(Names names, Request& to);
+  bool find_held(Names names, TurnTarget& to);
+  TurnTarget find_or_make(Names names);
   std::shared_ptr<CacheEntry> find(Names names) const;
   Verified take_in(Request& request, std::span<const Token> row, std::size_t num_verified);
   void advance(Request& request, WorkBudget& budget);

@@ -46,8 +46,8 @@ struct Size {
 // Names the session, group and tenant of a request or a stored turn; null: none. `shared`: it uses its named group and
 // its tenant.
 struct Names {
-  const std::string *session, *group, *tenant;
-  bool shared;
+  const std::string *session = nullptr, *group = nullptr, *tenant = nullptr;
+  bool shared = false;
   // Who is charged for the memory of the session and the group (`owner`), and of the tenant (`tenant_owner`). Null: the
   // present owner, and for new entries the tenant.
   const std::string *owner = nullptr, *tenant_owner = nullptr;

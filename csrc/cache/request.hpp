@@ -21,19 +21,23 @@ struct Verified {
   BySource accepted{}, drafted{};
 };
 
-inline constexpr std::size_t kAskedSiblings = 8;   // most requests of its group into which a request looks in a step
-inline constexpr std::size_t kAskedTokens = 1024;  // tokens of its end that it looks up in all but the present sibling
-
-struct Request {
+// Holds the entries to which a turn is added; null where there is none. A running request is the target of its turn.
+struct TurnTarget {
   std::shared_ptr<Session> session;
   std::shared_ptr<Group> group;
   std::shared_ptr<Tenant> tenant;
+  bool shared = false;  // it uses its tenant's responses and adds its own
+};
+
+inline constexpr std::size_t kAskedSiblings = 8;   // most requests of its group into which a request looks in a step
+inline constexpr std::size_t kAskedTokens = 1024;  // tokens of its end that it looks up in all but the present sibling
+
+struct Request : TurnTarget {
   std::shared_ptr<Learned> learned;
   SuffixIndex index;       // the whole text; only the part that the session does not hold is findable
   SuffixIndex prediction;  // the response that the caller expects, behind the end of the prompt; or text that the
                            // response may quote; mostly empty
   bool quotes = false;     // whether `prediction` is text that it may quote
-  bool shared = false;     // it drafts from its tenant's responses and adds its own
   bool own_group = false;  // its group is the family whose root its session is
   std::size_t prompt_length = 0;
   std::vector<std::uint64_t> blocks;  // hashes of the prompt at its block boundaries, if there is a session

@@ -100,7 +100,8 @@ std::shared_ptr<CacheEntry> CacheEntries::load_name(SnapshotReader& reader) {
   if (key.empty() || entries_.find(key)) reader.damaged("a session or group is there twice");
   const auto its_tenant = tenant(&tenant_key, nullptr);
   const std::string name = key.substr(1);
-  const Names of_session{&name, nullptr, nullptr, true, &owner}, of_group{nullptr, &name, nullptr, true, &owner};
+  const Names of_session{.session = &name, .shared = true, .owner = &owner};
+  const Names of_group{.group = &name, .shared = true, .owner = &owner};
   switch (static_cast<EntryKind>(key.front())) {
     case EntryKind::kSession: return session(of_session, its_tenant);
     case EntryKind::kFamily: return family(name, its_tenant, of_session);

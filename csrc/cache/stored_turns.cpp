@@ -1,4 +1,5 @@
-// Adds stored turns to Cache: those of other processes, and those of this one from before a restart.
+// Adds turns to the sessions, groups and tenants of Cache: those of requests that finish here, and stored ones, of other
+// processes and of this one from before a restart.
 #include <algorithm>
 #include <new>
 #include <thread>
@@ -14,8 +15,56 @@ constexpr std::size_t kLearnedPerSlice = 8;   // drafts learned from between two
 
 }  // namespace
 
+// Adds a turn to its session, group and tenant. `session`: the key of its session, whether or not the cache holds that;
+// null: it has none. `prompt_blocks`: see Session::append.
+void Cache::keep(const Turn& turn, Origin origin, const TurnTarget& to, const std::string* session,
+                 std::span<const std::uint64_t> prompt_blocks) {
+  const bool has_text = to.session && !turn.tokens.empty();
+  bool is_new = true;
+  std::vector<Token> context;
+  if (has_text) {
+    context = to.session->context_of(turn);
+    if (!to.session->holds(turn.record)) {
+      is_new = to.session->append(turn, prompt_blocks);
+      entries_.trim(*to.session);
+    }
+  }
+  // A stored turn without a record is taken for one that the group and tenant hold, unless it brought something new.
+  const bool wanted = is_new || turn.record != 0 || origin == Origin::kFinished;
+  if (wanted && !turn.response().empty()) {
+    add_response(turn, origin, to, session, context_of_response(std::move(context), turn, drafter_->kept_context()));
+  }
+  if (has_text) count_added(*to.session, origin);
+}
+
+// Adds a turn's response to its group and, if it is shared, to its tenant, except to those that hold the turn already.
+void Cache::add_response(const Turn& turn, Origin origin, const TurnTarget& to, const std::string* session,
+                         std::span<const Token> context) {
+  const auto takes = [&](const Group* group) {
+    return group && !group->gone && !group->corpus.holds(turn.record) && !entries_.clogged();
+  };
+  Group* const group = takes(to.group.get()) ? to.group.get() : nullptr;
+  Tenant* const tenant = to.shared && takes(to.tenant.get()) ? to.tenant.get() : nullptr;
+  if (!group && !tenant) return;
+  // Only new responses advance the window's clock: a stored one that is read again makes no other older.
+  if (origin != Origin::kStored) to.tenant->written += turn.response().size();
+  if (tenant) tenant->expect(origin == Origin::kFollowed);
+  for (Group* taker : {group, static_cast<Group*>(tenant)}) {
+    if (!taker) continue;
+    taker->corpus.add(session, turn.record, context, turn.response(), entries_.now(*to.tenant));
+    entries_.trim(*taker);
+    count_added(*taker, origin);
+  }
+}
+
+// Counts an entry anew to which a turn was added, and marks it as used unless another process said the turn.
+void Cache::count_added(CacheEntry& entry, Origin origin) {
+  if (origin != Origin::kFollowed) entries_.touch(entry);
+  entries_.count(entry);
+}
+
 // Finds the named entries that are held. Returns false if none is.
-bool Cache::find_held(Names names, Request& to) {
+bool Cache::find_held(Names names, TurnTarget& to) {
   if (!names.tenant) return false;
   to.tenant = entries_.tenants().find(*names.tenant);
   if (!to.tenant) return false;
@@ -33,12 +82,14 @@ bool Cache::find_held(Names names, Request& to) {
 }
 
 // Finds the entries that a stored turn names, and makes those that are missing.
-void Cache::find_or_make(Names names, Request& to) {
+TurnTarget Cache::find_or_make(Names names) {
+  TurnTarget to;
   to.tenant = entries_.tenant(names.tenant, nullptr);
   names.stored = true;
   if (to.tenant && to.tenant->owner->name != to.tenant->key) names.owner = &to.tenant->owner->name;
   to.session = entries_.session(names, to.tenant);
   to.group = entries_.group(names, to.tenant);
+  return to;
 }
 
 bool Cache::adopt(Names names, PreparedSession& prepared) {
@@ -54,8 +105,7 @@ bool Cache::adopt(Names names, PreparedSession& prepared) {
     if (entries_.over_budget(responses)) return false;
   }
   if (entries_.over_budget(prepared.session().size())) return false;
-  Request to;
-  find_or_make(names, to);
+  const TurnTarget to = find_or_make(names);
   entries_.dispose_later(prepared.move_to(*to.session));
   if (has_responses) {
     entries_.dispose_later(prepared.move_to(to.group->corpus));
@@ -71,16 +121,16 @@ bool Cache::adopt(Names names, PreparedSession& prepared) {
 
 void Cache::restore(Names names, Turn turn, bool held_only) {
   const EngineCall call(*this);
-  Request to;
+  TurnTarget to;
   if (held_only) {
     if (!find_held(names, to)) return;
   } else {
-    find_or_make(names, to);
+    to = find_or_make(names);
   }
   to.shared = to.tenant && names.shared;
   if (to.session) to.session->find_parent(turn);
   const std::string session = names.session ? entry_key(EntryKind::kSession, *names.session) : std::string();
-  keep(to, names.session ? &session : nullptr, turn, held_only ? Origin::kFollowed : Origin::kStored);
+  keep(turn, held_only ? Origin::kFollowed : Origin::kStored, to, names.session ? &session : nullptr);
   if (to.session) entries_.forget_if_empty(*to.session);
   if (to.group) entries_.forget_if_empty(*to.group);
   entries_.evict(to.tenant.get());

@@ -85,7 +85,8 @@ void use(Cache& cache, std::mt19937_64& random, const std::string& path, bool sa
   const std::string tenant = "t";
   for (int number = 0; number < 3; ++number) {
     const std::string session = "1:ts" + std::to_string(random() % 3), group = "1:tg";
-    const Names names{&session, random() % 2 ? &group : nullptr, &tenant, random() % 4 != 0};
+    const Names names{.session = &session, .group = random() % 2 ? &group : nullptr, .tenant = &tenant,
+                      .shared = random() % 4 != 0};
     std::vector<Token> prompt(random() % 40);
     const auto first = static_cast<Token>(random() % 30);
     for (std::size_t i = 0; i < prompt.size(); ++i) prompt[i] = (first + static_cast<Token>(i)) % 30;
