@@ -6,9 +6,11 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "arguments.hpp"
 #include "cache/cache.hpp"
@@ -164,24 +166,24 @@ PolicySettings settings_of(const nb::object& policy) {
   return settings;
 }
 
-Turn turn_of(std::size_t kept, std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail,
-             const Vector& response, std::uint64_t record) {
+// The fields of CoreTurn: kept, parent, block, prompt_tail, response, record.
+using TurnFields = std::tuple<std::size_t, std::uint64_t, std::uint64_t, Vector, Vector, std::uint64_t>;
+
+Turn turn_of(const TurnFields& fields) {
+  const auto& [kept, parent, block, prompt_tail, response, record] = fields;
   std::vector<Token> tokens(view(prompt_tail).begin(), view(prompt_tail).end());
   tokens.insert(tokens.end(), view(response).begin(), view(response).end());
   return {kept, parent, block, std::move(tokens), prompt_tail.size(), record};
 }
 
+// The fields of CoreNames: session, group, tenant, shared, family.
+using NameFields = std::tuple<Name, Name, Name, bool, Name>;
+
 // Returns the names of a request or a turn; the arguments must outlive it.
-Names names_of(const Name& session, const Name& group, const Name& tenant, bool shared, const Name& family,
-               const Name& owner = {}, const Name& tenant_owner = {}) {
+Names names_of(const NameFields& fields, const Name& owner = {}, const Name& tenant_owner = {}) {
+  const auto& [session, group, tenant, shared, family] = fields;
   return {.session = pointer(session), .group = pointer(group), .tenant = pointer(tenant), .shared = shared,
           .owner = pointer(owner), .tenant_owner = pointer(tenant_owner), .family = pointer(family)};
-}
-
-// Returns the names of an entry for needs_load and mark_loaded; the arguments must outlive it.
-Names loaded_names(const Name& session, const Name& group, const Name& family, const std::string& tenant) {
-  return {.session = pointer(session), .group = pointer(group), .tenant = &tenant, .shared = true,
-          .family = pointer(family)};
 }
 
 using LimitNumbers = std::array<std::size_t, 6>;
@@ -235,12 +237,10 @@ NB_MODULE(_native, module) {
   nb::class_<PreparedSession>(module, "PreparedSession")
       .def(
           "add",
-          [](PreparedSession& prepared, bool own, std::size_t kept, std::uint64_t parent, std::uint64_t block,
-             const Vector& prompt_tail, const Vector& response, std::uint64_t record) {
-            prepared.add(turn_of(kept, parent, block, prompt_tail, response, record), own);
+          [](PreparedSession& prepared, const TurnFields& turn, bool own) {
+            without_gil([&] { prepared.add(turn_of(turn), own); });
           },
-          "own"_a, "kept"_a, "parent"_a, "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a,
-          Released())
+          "turn"_a, "own"_a)
       .def_prop_ro("key", &PreparedSession::key)
       .def("finish", &PreparedSession::finish, Released())
       .def("bytes", &PreparedSession::bytes);
@@ -248,17 +248,15 @@ NB_MODULE(_native, module) {
       .def("__init__", &init, "policy"_a, "limits"_a, "vocab_size"_a, "window"_a)
       .def(
           "start",
-          [](Cache& cache, std::size_t slot, const Vector& prompt, const Name& session, const Name& group,
-             const Name& tenant, bool shared, const Name& family, const Name& owner, const Name& tenant_owner,
-             const Vector& ends, const Vector& prediction, const Vector& quotable) {
-            const Names names = names_of(session, group, tenant, shared, family, owner, tenant_owner);
+          [](Cache& cache, std::size_t slot, const Vector& prompt, const NameFields& names, const Name& owner,
+             const Name& tenant_owner, const Vector& ends, const Vector& prediction, const Vector& quotable) {
             return without_gil([&] {
-              return cache.start(slot, view(prompt), names, view(ends), view(prediction), view(quotable));
+              return cache.start(slot, view(prompt), names_of(names, owner, tenant_owner), view(ends),
+                                 view(prediction), view(quotable));
             });
           },
-          "slot"_a, "prompt"_a.noconvert(), "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a,
-          "family"_a.none(), "owner"_a.none(), "tenant_owner"_a.none(), "ends"_a.noconvert(),
-          "prediction"_a.noconvert(), "quotable"_a.noconvert())
+          "slot"_a, "prompt"_a.noconvert(), "names"_a, "owner"_a.none(), "tenant_owner"_a.none(),
+          "ends"_a.noconvert(), "prediction"_a.noconvert(), "quotable"_a.noconvert())
       .def(
           "extend", [](Cache& cache, std::size_t slot, const Vector& tokens) { cache.extend(slot, view(tokens)); },
           "slot"_a, "tokens"_a.noconvert(), Released())
@@ -272,34 +270,26 @@ NB_MODULE(_native, module) {
       .def("abort", &Cache::abort, "slot"_a, Released())
       .def(
           "restore",
-          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, const Name& family,
-             const Name& owner, std::size_t kept, std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail,
-             const Vector& response, std::uint64_t record, bool held_only) {
-            const Names names = names_of(session, group, tenant, shared, family, owner);
-            cache.restore(names, turn_of(kept, parent, block, prompt_tail, response, record), held_only);
+          [](Cache& cache, const NameFields& names, const Name& owner, const TurnFields& turn, bool held_only) {
+            without_gil([&] { cache.restore(names_of(names, owner), turn_of(turn), held_only); });
           },
-          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "family"_a.none(), "owner"_a.none(),
-          "kept"_a, "parent"_a, "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a,
-          "held_only"_a, Released())
+          "names"_a, "owner"_a.none(), "turn"_a, "held_only"_a)
       .def("publish", &Cache::publish, "index"_a, Released())
       .def("count_public", &Cache::count_public, "bytes"_a, Released())
       .def(
           "learn_from",
-          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, const Name& family,
-             const Vector& prompt_tail, const Vector& response, std::uint64_t record, double cost) {
-            const Names names = names_of(session, group, tenant, shared, family);
-            return cache.learn_from(names, turn_of(0, 0, 0, prompt_tail, response, record), cost);
+          [](Cache& cache, const NameFields& names, const TurnFields& turn, double cost) {
+            return without_gil([&] { return cache.learn_from(names_of(names), turn_of(turn), cost); });
           },
-          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "family"_a.none(),
-          "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, "cost"_a, Released())
+          "names"_a, "turn"_a, "cost"_a)
       .def(
           "prepare", [](const Cache& cache, const std::string& session) { return cache.prepare(session); }, "session"_a)
       .def(
           "adopt",
           [](Cache& cache, PreparedSession& prepared, const std::string& tenant, const Name& family,
              const Name& owner) {
-            const Names names{.session = &prepared.key(), .group = nullptr, .tenant = &tenant, .shared = true,
-                              .owner = pointer(owner), .family = pointer(family)};
+            const Names names{.session = &prepared.key(), .tenant = &tenant, .shared = true, .owner = pointer(owner),
+                              .family = pointer(family)};
             return cache.adopt(names, prepared);
           },
           "prepared"_a, "tenant"_a, "family"_a.none(), "owner"_a.none(), Released())
@@ -307,17 +297,11 @@ NB_MODULE(_native, module) {
       .def("free_session", &Cache::free_session, "session"_a, Released())
       .def("has_session", &Cache::has_session, "session"_a, Released())
       .def(
-          "needs_load",
-          [](Cache& cache, const Name& session, const Name& group, const Name& family, const std::string& tenant) {
-            return cache.needs_load(loaded_names(session, group, family, tenant));
-          },
-          "session"_a.none(), "group"_a.none(), "family"_a.none(), "tenant"_a, Released())
+          "needs_load", [](Cache& cache, const NameFields& names) { return cache.needs_load(names_of(names)); },
+          "names"_a, Released())
       .def(
-          "mark_loaded",
-          [](Cache& cache, const Name& session, const Name& group, const Name& family, const std::string& tenant) {
-            cache.mark_loaded(loaded_names(session, group, family, tenant));
-          },
-          "session"_a.none(), "group"_a.none(), "family"_a.none(), "tenant"_a, Released())
+          "mark_loaded", [](Cache& cache, const NameFields& names) { cache.mark_loaded(names_of(names)); }, "names"_a,
+          Released())
       .def("tenants", [](Cache& cache) { return without_gil([&] { return cache.tenants(); }); })
       .def(
           "begin_period", [](Cache& cache, std::uint64_t unit) { cache.begin_period(unit_of(unit)); }, "unit"_a,

@@ -3,7 +3,8 @@
 SuffixCache numbers its requests with small integers, the slots. A session's or group's key contains its tenant's name.
 """
 
-from agentspec.cache.arguments import LimitNumbers, Rows
+from agentspec.cache.arguments import CoreTurn, LimitNumbers, Rows
+from agentspec.cache.names import CoreNames
 from agentspec.cache.policy import DraftPolicy
 from agentspec.cache.types import Float32Array, Float64Array, Int32Array, UInt8Array, UInt64Array
 
@@ -25,16 +26,8 @@ class PreparedSession:
 
     @property
     def key(self) -> str: ...
-    def add(
-        self,
-        own: bool,
-        kept: int,
-        parent: int,
-        block: int,
-        prompt_tail: Int32Array,
-        response: Int32Array,
-        record: int,
-    ) -> None: ...
+    # own: the response goes to the family whose root the session is.
+    def add(self, turn: CoreTurn, own: bool) -> None: ...
     def finish(self) -> None: ...
     def bytes(self) -> int: ...
 
@@ -48,11 +41,7 @@ class Core:
         self,
         slot: int,
         prompt: Int32Array,
-        session: str | None,
-        group: str | None,
-        tenant: str | None,
-        shared: bool,
-        family: str | None,
+        names: CoreNames,
         owner: str | None,
         tenant_owner: str | None,
         ends: Int32Array,
@@ -89,34 +78,8 @@ class Core:
         self, slot: int, output_limit: int | None, record: int
     ) -> tuple[int, int, int, int, Int32Array] | None: ...
     def abort(self, slot: int) -> None: ...
-    def learn_from(
-        self,
-        session: str | None,
-        group: str | None,
-        tenant: str | None,
-        shared: bool,
-        family: str | None,
-        prompt_tail: Int32Array,
-        response: Int32Array,
-        record: int,
-        cost: float,
-    ) -> int: ...
-    def restore(
-        self,
-        session: str | None,
-        group: str | None,
-        tenant: str | None,
-        shared: bool,
-        family: str | None,
-        owner: str | None,
-        kept: int,
-        parent: int,
-        block: int,
-        prompt_tail: Int32Array,
-        response: Int32Array,
-        record: int,
-        held_only: bool,
-    ) -> None: ...
+    def learn_from(self, names: CoreNames, turn: CoreTurn, cost: float) -> int: ...
+    def restore(self, names: CoreNames, owner: str | None, turn: CoreTurn, held_only: bool) -> None: ...
     def publish(self, index: PublicIndex) -> None: ...
     def count_public(self, bytes: int) -> None: ...
     def prepare(self, session: str) -> PreparedSession: ...
@@ -124,8 +87,8 @@ class Core:
     def remove_session(self, session: str, tenant: str) -> None: ...
     def has_session(self, session: str) -> bool: ...
     def free_session(self, session: str) -> None: ...
-    def needs_load(self, session: str | None, group: str | None, family: str | None, tenant: str) -> bool: ...
-    def mark_loaded(self, session: str | None, group: str | None, family: str | None, tenant: str) -> None: ...
+    def needs_load(self, names: CoreNames) -> bool: ...
+    def mark_loaded(self, names: CoreNames) -> None: ...
     def tenants(self) -> list[str]: ...
     def begin_period(self, unit: int) -> None: ...
     def forget_tenant(self, tenant: str) -> bool: ...

@@ -1,7 +1,7 @@
 """Check and convert callers' arguments before anything changes."""
 
 from collections.abc import Sequence
-from typing import TypeGuard, cast
+from typing import NamedTuple, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,17 @@ LARGEST_NUMBER = 2**62
 
 LimitNumbers = tuple[int, ...]
 """Six limits, in tokens and bytes: the process's two, a tenant's two, a session's two. 0: no limit."""
+
+
+class CoreTurn(NamedTuple):
+    """Hold a turn as the core takes it. The fields are those of FinishedTurn, the prompt in the form of `as_prompt`."""
+
+    kept: int
+    parent: int
+    block: int
+    prompt_tail: Int32Array
+    response: Int32Array
+    record: int
 
 
 def is_number(value: object) -> TypeGuard[int]:
@@ -120,18 +131,16 @@ def as_given(prompt: Int32Array) -> Int32Array:
     return np.where(prompt >= 0, prompt, -2 - prompt).astype(np.int32)
 
 
-def as_turn(turn: FinishedTurn, vocab_size: int) -> tuple[tuple[int, int, int], Int32Array, Int32Array]:
-    """Return a turn's (kept, parent, block), its prompt tail in the form of `as_prompt`, and its response, int32 [n].
-
-    Raises InvalidInputError or InvalidTokenError for a turn that cannot be right.
-    """
+def as_turn(turn: FinishedTurn, vocab_size: int) -> CoreTurn:
+    """Return a turn as the core takes it. Raises InvalidInputError or InvalidTokenError if it cannot be right."""
     check_below("kept", turn.kept, 2**32)
     check_below("parent", turn.parent, 2**64)
     check_below("block", turn.block, 2**64)
     if turn.kept == 0 != turn.parent:
         raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
     tail = as_prompt(turn.prompt_tail, "prompt_tail", vocab_size)
-    return (turn.kept, turn.parent, turn.block), tail, as_tokens(turn.response, "response", vocab_size)
+    response = as_tokens(turn.response, "response", vocab_size)
+    return CoreTurn(turn.kept, turn.parent, turn.block, tail, response, turn.record)
 
 
 def _is_plain(values: TokenIds, vocab_size: int) -> TypeGuard[Int32Array]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from agentspec.cache.arguments import LARGEST_NUMBER, TokenIds, as_prompt, as_turn, check_text, is_number
 from agentspec.cache.core import PreparedSession, native
-from agentspec.cache.names import UNNAMED_TENANT, Names, key_of, keys_to_load, session_key
+from agentspec.cache.names import UNNAMED_TENANT, Names, key_of, names_to_load, session_key
 from agentspec.cache.policy import DEFAULT_COST, DraftPolicy
 from agentspec.cache.types import UNIT_NUMBERS, CacheStats, FinishedTurn, PublicCounts
 from agentspec.errors import InvalidInputError, SnapshotError
@@ -62,8 +62,8 @@ class KeptTurns:
         such a part. Turns may come in any order; in order they take the least memory. Raises InvalidInputError,
         InvalidTokenError or InvalidSessionError for a turn that cannot be right, and then changes nothing.
         """
-        names, (place, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
-        self._core.restore(*names.keys(), turn.owner, *place, tail, response, turn.record, held_only)
+        names, given = Names.of(turn), as_turn(turn, self._vocab_size)
+        self._core.restore(names.for_core(), turn.owner, given, held_only=held_only)
 
     def prepare(self, turns: Sequence[FinishedTurn]) -> PreparedSession:
         """Index stored turns of one session beside the cache, for `adopt`. No step waits for it.
@@ -77,10 +77,10 @@ class KeptTurns:
             raise InvalidInputError("turns: give those of one session")
         prepared = self._core.prepare(key_of(turns[0].tenant, turns[0].session))
         for turn in turns:
-            names, (place, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
+            names, given = Names.of(turn), as_turn(turn, self._vocab_size)
             if names.scope != "none":
                 has_group = names.scope == "tenant" and names.group is not None
-                prepared.add(not has_group and names.family is None, *place, tail, response, turn.record)
+                prepared.add(given, own=not has_group and names.family is None)
         prepared.finish()
         return prepared
 
@@ -95,7 +95,8 @@ class KeptTurns:
         Names.of(of)
         if not isinstance(prepared, PreparedSession) or prepared.key != key_of(of.tenant, of.session):
             raise InvalidInputError("of: give a turn of the session that `prepare` prepared")
-        return self._core.adopt(prepared, of.tenant or UNNAMED_TENANT, key_of(of.tenant, of.family), of.owner)
+        family = key_of(of.tenant, of.family)
+        return self._core.adopt(prepared, tenant=of.tenant or UNNAMED_TENANT, family=family, owner=of.owner)
 
     def learn_from(self, turn: FinishedTurn) -> int:
         """Learn how the drafts of another process's turn would have fared here. Return the tokens of its response.
@@ -106,8 +107,8 @@ class KeptTurns:
         holds already, or whose tenant the cache does not know, and under ArcticInference's rule. Raises
         InvalidInputError, InvalidTokenError or InvalidSessionError.
         """
-        names, (_, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
-        return self._core.learn_from(*names.keys(), tail, response, turn.record, self._cost(None))
+        names, given = Names.of(turn), as_turn(turn, self._vocab_size)
+        return self._core.learn_from(names.for_core(), given, self._cost(None))
 
     def publish(self, texts: Iterable[TokenIds], *, max_bytes: int) -> PublicCounts:
         """Let every request of scope "tenant" draft from these texts too, whatever its tenant, as source "public".
@@ -172,7 +173,7 @@ class KeptTurns:
         family: its root session. Name one of them, or none for the tenant's corpus. Returns True until `mark_loaded`
         is called for it, and again after its eviction; for a corpus, after the eviction of all its text.
         """
-        return self._core.needs_load(*keys_to_load(tenant, session, group, family))
+        return self._core.needs_load(names_to_load(tenant, session, group, family))
 
     def mark_loaded(
         self,
@@ -186,7 +187,7 @@ class KeptTurns:
 
         Name it as for `needs_load`. Does nothing if the cache holds neither text nor a running request of it.
         """
-        self._core.mark_loaded(*keys_to_load(tenant, session, group, family))
+        self._core.mark_loaded(names_to_load(tenant, session, group, family))
 
     def tenants(self) -> list[str | None]:
         """Return the known tenants, least recently used first. None: the tenant of requests without one."""

@@ -1,7 +1,7 @@
 """Hold the session, group, tenant and family of a request, and make the core's keys of these names."""
 
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 from agentspec.cache.types import SCOPES, FinishedTurn, Scope
 from agentspec.errors import InvalidInputError
@@ -9,6 +9,19 @@ from agentspec.identifiers import check_ids, check_session_id
 
 UNNAMED_TENANT = ""
 """The core's name for the tenant of all requests that name no tenant."""
+
+
+class CoreNames(NamedTuple):
+    """Hold the names of a request, a turn or an entry as the core takes them: sessions, groups and families as keys."""
+
+    session: str | None
+    group: str | None
+    tenant: str | None
+    """the tenant's own name; None: it uses no tenant's index, session or group"""
+    shared: bool
+    """whether its named group and its tenant are used"""
+    family: str | None
+    """the session that started this one, or the root of its family"""
 
 
 @overload
@@ -34,17 +47,17 @@ def session_key(tenant: str | None, session: str) -> str:
     return key_of(tenant, session)
 
 
-def keys_to_load(
-    tenant: str | None, session: str | None, group: str | None, family: str | None
-) -> tuple[str | None, str | None, str | None, str]:
-    """Return the core's keys of a session, a named group, a family or, where none is given, a tenant's corpus.
+def names_to_load(tenant: str | None, session: str | None, group: str | None, family: str | None) -> CoreNames:
+    """Return the core's names of a session, a named group, a family or, where none is given, a tenant's corpus.
 
     Raises InvalidSessionError, and InvalidInputError where more than one is given.
     """
     check_ids(session=session, group=group, family=family, tenant=tenant)
     if sum(name is not None for name in (session, group, family)) > 1:
         raise InvalidInputError(f"session={session!r}, group={group!r}, family={family!r}: name one of them, or none")
-    return key_of(tenant, session), key_of(tenant, group), key_of(tenant, family), tenant or UNNAMED_TENANT
+    return CoreNames(
+        key_of(tenant, session), key_of(tenant, group), tenant or UNNAMED_TENANT, True, key_of(tenant, family)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +87,9 @@ class Names:
         check_ids(owner=turn.owner)
         return cls(turn.session, turn.group, turn.tenant, turn.scope, turn.family)
 
-    def keys(self) -> tuple[str | None, str | None, str | None, bool, str | None]:
-        """Return the core's keys of session, group and tenant, whether the tenant is shared, and the family's key."""
+    def for_core(self) -> CoreNames:
+        """Return the names as the core takes them: none of them under scope "none"."""
         if self.scope == "none":
-            return None, None, None, False, None
+            return CoreNames(None, None, None, False, None)
         session, group, family = (key_of(self.tenant, name) for name in (self.session, self.group, self.family))
-        return session, group, self.tenant or UNNAMED_TENANT, self.scope == "tenant", family
+        return CoreNames(session, group, self.tenant or UNNAMED_TENANT, self.scope == "tenant", family)

@@ -186,7 +186,16 @@ class SuffixCache(KeptTurns):
             if len(given) > most:
                 raise InvalidInputError(f"{name}: {len(given)} tokens; give at most {most}")
         slot = self._running.free_slot()
-        root = self._core.start(slot, tokens, *names.keys(), owner, tenant_owner, ends, expected, quoted)
+        root = self._core.start(
+            slot,
+            tokens,
+            names.for_core(),
+            owner=owner,
+            tenant_owner=tenant_owner,
+            ends=ends,
+            prediction=expected,
+            quotable=quoted,
+        )
         family = name_in(tenant, root) if root else None
         if family == session:
             family = None
