@@ -85,16 +85,20 @@ class CacheOptions(TypedDict, total=False):
 class SuffixCache(KeptTurns):
     """Hold the suffix indexes of running requests, sessions, groups and tenants, and draft from them.
 
-    max_bytes: budget for all memory: texts, indexes, learned state, sessions, groups, tenants and running requests
-    (None: no limit). max_tokens: a further limit on the tokens that are kept of finished requests. per_tenant,
-    per_session: budgets of a single tenant and session. The least recently used sessions and groups and the oldest part
-    of a tenant's index are evicted first, but nothing of an owner (`start`) who holds less than half of what owners
-    hold on average. If running requests draft from all sessions and groups that are left, one of these loses its older
-    half. A session over its own budget keeps its newest part, and so does its family. vocab_size: token ids must be
-    below it (None: below 2**31). history: how long groups and tenants draft from a response, at most (None: no limit).
-    Older responses are dropped, up to 256 at a time, when a request names their group or tenant. A session's own text
-    stays, and stored turns count as written when they are restored. Raises ConfigurationError for a value out of range
-    or of another type.
+    max_bytes: budget for all memory, that of learned state and running requests included (None: no limit).
+    max_tokens: a further limit on the tokens that are kept of finished requests.
+    per_tenant, per_session: budgets of a single tenant and session. A session over its own budget keeps its newest
+    part, and so does its family.
+    policy: settings of the drafting rule (None: the defaults).
+    vocab_size: token ids must be below it (None: below 2**31).
+    history: how long groups and tenants draft from a response, at most (None: no limit).
+    Raises ConfigurationError for a value out of range or of another type.
+
+    The least recently used sessions and groups and the oldest part of a tenant's index are evicted first, but nothing
+    of an owner (`start`) who holds less than half of what owners hold on average. If running requests draft from all
+    sessions and groups that are left, one of these loses its older half. Responses older than `history` are dropped, up
+    to 256 at a time, when a request names their group or tenant. A session's own text stays, and stored turns count as
+    written when they are restored.
 
     A method that raises MemoryError leaves the cache empty. Requests that ran then raise IndexError, except in
     ``abort``, which ends them.
@@ -155,25 +159,25 @@ class SuffixCache(KeptTurns):
         """Begin a request.
 
         prompt: int32 [P] or a sequence of int. Ids from vocab_size on, which models use as placeholders of images, are
-        context like others and never drafted.
+        context, and never drafted.
         session: the session whose earlier turns it drafts from.
-        group: the problem that it works on; sessions of a group draft from each other's responses first.
-        tenant: the tenant whose index it shares; all requests without one are one tenant.
-        scope: "tenant" drafts from session, group and tenant and adds to them; "session" uses only the session and its
-        family and ignores the group; "none" uses only the request's own text.
-        parent: the session that started this one, if any. Sessions that descend from one root are a family, and draft
-        from each other's responses unless they name a group. A session keeps its family while the cache holds it.
-        end_tokens: int32 [E], tokens that end the response; no draft goes on behind one (ArcticInference's rule ignores
-        them).
-        owner: name under which memory of the session and group is counted when memory is scarce, e.g. the caller's.
-        None: their present owner, and the tenant for new ones.
-        tenant_owner: the same for the tenant, e.g. the caller if the tenant is one caller's. None: as for owner.
-        prediction: tokens that the response is expected to resemble, at most MAX_PREDICTION; this request alone drafts
-        from them, as source "prediction" (ArcticInference's rule ignores them).
-        quotable: tokens that the response may quote anywhere, such as the prompt's text in another spelling, at most
-        MAX_QUOTABLE; used as a prediction is, as source "quote", but ignored beside a prediction.
+        group: the problem that it works on. Sessions of a group draft from each other's responses first.
+        tenant: the tenant whose index it shares. All requests without one are one tenant.
+        scope: which of these it drafts from and adds to (`Scope`).
+        end_tokens: int32 [E], tokens that end the response. No draft goes on behind one.
+        owner: for whom the session and group count when memory is scarce, such as the caller. None: for their present
+        owner; new ones for the tenant.
+        tenant_owner: for whom the tenant counts. None: as for owner.
+        parent: the session that started this one, if any.
+        prediction: at most MAX_PREDICTION tokens that the response is expected to resemble (source "prediction").
+        quotable: at most MAX_QUOTABLE tokens that the response may quote anywhere, such as the prompt's text in another
+        spelling (source "quote"). Ignored beside a prediction.
         Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes
         nothing.
+
+        Sessions that descend from one root are a family. They draft from each other's responses unless they name a
+        group. A session keeps its family while the cache holds it. No other request drafts from a prediction or
+        quotable text. ArcticInference's rule ignores both, and end tokens.
         """
         self._running.check_new(request_id)
         tokens = as_prompt(prompt, "prompt", self._vocab_size)
@@ -187,14 +191,7 @@ class SuffixCache(KeptTurns):
                 raise InvalidInputError(f"{name}: {len(given)} tokens; give at most {most}")
         slot = self._running.free_slot()
         root = self._core.start(
-            slot,
-            tokens,
-            names.for_core(),
-            owner=owner,
-            tenant_owner=tenant_owner,
-            ends=ends,
-            prediction=expected,
-            quotable=quoted,
+            slot, tokens, names.for_core(), owner, tenant_owner, ends=ends, prediction=expected, quotable=quoted
         )
         family = name_in(tenant, root) if root else None
         if family == session:
@@ -262,15 +259,15 @@ class SuffixCache(KeptTurns):
         probability that each token is accepted if those before it are. max_draft: integers [n], most tokens of a draft
         that replaces the current one.
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
-        The suffix indexes extend the offered tokens. The extended draft is cut to the length with the highest value
-        (`draft_value`), and replaces the current draft if its value is higher. A request may be offered tokens several
-        times, in one call or in several. If the offered and the current draft begin with the same tokens, the offered
-        probabilities replace the current ones there, and the current draft is cut again. Low probabilities can shorten
-        or drop it, so base them on its `probabilities`.
-        Under ArcticInference's rule the indexes do not extend offered tokens, and the rule's own draft is never cut.
-        A request gets no draft if it got tokens since `step` or `propose` last drafted for it, or if its row in that
-        step was invalid.
         Raises UnknownRequestError, InvalidInputError or InvalidTokenError, and then changes nothing.
+
+        The suffix indexes extend the offered tokens. The extended draft is cut to the length with the highest value
+        (`draft_value`), and replaces the current draft if its value is higher. If both begin with the same tokens, the
+        offered probabilities replace the current ones there, and the current draft is cut again. Low probabilities can
+        shorten or drop it, so base them on its `probabilities`. A request may be offered tokens several times.
+        A request gets no draft if it got tokens since `step` or `propose` last drafted for it, or if its row in that
+        step was invalid. Under ArcticInference's rule the indexes do not extend offered tokens, and the rule's own
+        draft is never cut.
         """
         slots = self._running.slots_of(request_ids)
         length_of, max_draft_of = as_int32(lengths, "lengths", len(slots)), as_int32(max_draft, "max_draft", len(slots))
@@ -313,20 +310,21 @@ class SuffixCache(KeptTurns):
         work_seconds: float = DEFAULT_WORK_SECONDS,
         most: int = MAX_DRAFT,
     ) -> StepDrafts:
-        """Take one decode step of n requests in one call, without the GIL, reading the engine's tokens in place.
+        """Take one decode step of n requests in one call: add their new tokens, learn from these, then draft.
 
-        tokens: int32 [R, L], C-contiguous; row rows[i] holds prompt and output of request i, lengths[i] valid tokens.
-        The call adds the new tokens (steps may be skipped) and learns from them how the previous draft fared. Once it
-        has done so for all requests, it drafts at most max_draft[i] tokens (0: none) for each.
-        num_verified: how many tokens of the previous draft were verified, counted from its first.
-        rows, lengths, max_draft, num_verified: n integers each; int32 arrays are read in place, any others are copied.
+        tokens: int32 [R, L], C-contiguous: the engine's token array, which is read in place.
+        rows, lengths: integers [n]. Row rows[i] holds prompt and output of request i, lengths[i] valid tokens.
+        max_draft: integers [n], most tokens to draft for each request; 0: none.
+        num_verified: integers [n], tokens of each previous draft that were verified, counted from its first.
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
-        most: longest draft of any request, whatever its max_draft is. work_seconds: CPU time of this thread for work
-        beside drafting: indexing text that start, finish and restore appended, removing evicted text, giving memory
-        back. The rest waits for later steps or `catch_up`. 32 new tokens of each request are indexed in any case.
-        A row with an illegal token is used up to that token and gets no draft. If a row no longer begins with the
-        known tokens, the engine took some back, and the call forgets these.
+        work_seconds: CPU time of this thread for the work of `catch_up`. The rest waits for later steps.
+        most: longest draft of any request, whatever its max_draft is.
         Raises UnknownRequestError or InvalidInputError, and then changes nothing.
+
+        The call runs without the GIL, and adds the tokens of all requests before it drafts for any. Steps may be
+        skipped. int32 arrays are read in place, others are copied. 32 new tokens of each request are indexed in any
+        case. A row with an illegal token is used up to that token and gets no draft. If a row no longer begins with the
+        known tokens, the engine took some back, and the call forgets these.
         """
         slots = self._running.slots_of(request_ids)
         price = self._cost(cost)

@@ -174,32 +174,36 @@ def no_drafts(count: int) -> StepDrafts:
 class FinishedTurn:
     """Hold what a finished request adds to its session: enough to rebuild the indexes.
 
-    kept: tokens at the start of the prompt that the session held already, so that the prompt is context[:kept] +
-    prompt_tail for an earlier context of the session. prompt_tail, response: int32 arrays. Without a session, kept is 0
-    and prompt_tail is only the end of the prompt. group, scope: the request's, as given to `start`.
-    parent: hash of the prompt's first `kept` tokens (`context_hashes`). block: hash of its first kept // 64 * 64. Both
-    are 0 for no tokens. By these hashes the session finds the context that the turn continues, so turns may be restored
-    in any order. A turn with `kept` but without `parent` continues the session's newest turn if the context of that has
-    `kept` tokens; otherwise it stands alone.
-    writer, number: name the turn in the store. A cache that holds a turn of this name ignores it. `writer` is empty for
-    a turn without a name. owner: whom a session and group count for that restoring the turn makes, unless the tenant
-    has an owner of its own (`SuffixCache.start`); None: the tenant. family: the root session of the session's family;
-    None: no session started this one.
+    Its prompt is the first `kept` tokens of an earlier context of the session, followed by `prompt_tail`. The session
+    finds that context by its hashes `parent` and `block` (`context_hashes`), so turns may be restored in any order.
     """
 
     tenant: str | None
     session: str | None
     kept: int
+    """tokens at the start of the prompt that the session held already; 0 without a session"""
     prompt_tail: Int32Array
+    """the rest of the prompt, int32 [P]; without a session only the prompt's end"""
     response: Int32Array
+    """int32 [N]"""
     group: str | None = None
+    """as given to `start`"""
     scope: Scope = "tenant"
+    """as given to `start`"""
     parent: int = 0
+    """64-bit hash of the prompt's first `kept` tokens; 0 if there are none. A turn with `kept` but without `parent`
+    continues the session's newest turn if the context of that has `kept` tokens; otherwise it stands alone."""
     block: int = 0
+    """hash of the prompt's first kept // 64 * 64 tokens; 0 if there are none"""
     writer: str = ""
+    """names the turn in the store, with `number`; a cache that holds a turn of this name ignores it; "": no name"""
     number: int = 0
+    """the turn's place among those of its writer"""
     owner: str | None = None
+    """for whom a session and group count that restoring the turn makes, unless the tenant has an owner of its own
+    (`SuffixCache.start`); None: for the tenant"""
     family: str | None = None
+    """the root session of its session's family; None: no session started this one"""
 
     @property
     def record(self) -> int:
