@@ -19,7 +19,8 @@ class BatchLookup:
 
     rows: [k] their rows in the engine's token array. picked: [k] their rows in the batch; None: all rows, in order.
     failed: the requests of the batch that failed.
-    steps: steps of the batch since all figures counted them last (`Accounts.settle`). allowance: what a step may draft.
+    steps: steps of the batch since the latest `Accounts.settle`. counted_steps: [k] how many of these the figures of
+    each request count already. allowance: what a step may draft.
     """
 
     batch: Batch
@@ -29,7 +30,11 @@ class BatchLookup:
     picked: NDArray[np.intp] | None
     failed: list[RequestState] = field(default_factory=list)
     steps: int = 0
+    counted_steps: list[int] = field(init=False)
     allowance: Allowance = field(default_factory=Allowance)
+
+    def __post_init__(self) -> None:
+        self.counted_steps = [0] * len(self.states)
 
     @classmethod
     def of(cls, batch: Batch, requests: Mapping[str, RequestState], cache: SuffixCache) -> "BatchLookup":

@@ -140,7 +140,7 @@ class DraftingEngine:
         The prompt of a request with streamed input grows: by its responses so far, and by the new input.
         """
         state = self._requests.by_id.get(request_id)
-        return state is not None and state.prompt_length == prompt_length
+        return state is not None and state.response.prompt_length == prompt_length
 
     def begin(self, started: Sequence[NewRequest]) -> None:
         """Begin requests just before the forward pass that computes their prompts. Never raises.

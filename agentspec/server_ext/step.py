@@ -12,42 +12,11 @@ from agentspec.cache import StepDrafts, SuffixCache
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.cache.running import BatchHandle
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
-from agentspec.server_ext.figures.metrics import RequestFigures
+from agentspec.server_ext.figures.response_count import Repetition, ResponseCount
 from agentspec.server_ext.figures.traces import Trace
 from agentspec.server_ext.identity import Identity
 
 Int32 = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class Repetition:
-    """Describe a repetition that ends a response of at least ``least`` tokens.
-
-    times: how often the same tokens must follow each other. shortest, longest: bounds of their number.
-    """
-
-    shortest: int
-    longest: int
-    times: int
-    least: int = 0
-
-    def end_of(self, response: Sequence[int] | Int32, first: int) -> int | None:
-        """Return the length of the response, more than ``first``, at which it ends; None if it does not end.
-
-        However long the response is, no token before the longest repetition that ends behind ``first`` is read.
-        """
-        begin = max(first - self.longest * self.times, 0)
-        tail = np.asarray(response[begin:]).tolist()
-        for length in range(max(first + 1, self.least), begin + len(tail) + 1):
-            for size in range(self.shortest, min(self.longest, length // self.times) + 1):
-                last = length - begin - 1
-                before = last - size
-                # Compare single tokens, because most patterns differ in their last ones. Slices would take seconds of
-                # a step where a caller asks for patterns of thousands of tokens.
-                repeated = range(size * (self.times - 1))
-                if tail[last] == tail[before] and all(tail[last - i] == tail[before - i] for i in repeated):
-                    return length
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +136,11 @@ class RequestState:
 
     request_id: str
     identity: Identity
-    figures: RequestFigures
+    response: ResponseCount
+    """what its figures count, and its prompt's length"""
     acceptance_length: AcceptanceLength
-    counted_length: int
-    """length of its text, in tokens, at the latest step that its figures count; the prompt and ``left_out`` included"""
-    prompt_length: int = 0
-    """tokens of its prompt"""
-    end_tokens: frozenset[int] = frozenset()
-    """tokens that end its response"""
     not_drafted: frozenset[int] = frozenset()
-    """these, and others that its drafts end before"""
-    repetition: Repetition | None = None
-    """repetition that also ends its response"""
+    """tokens that its drafts end before: those that end its response, and others"""
 
     # --- Its start in the cache, and its end (`requests.turnover`)
 
@@ -188,21 +150,13 @@ class RequestState:
     """whether the cache has started it; stays false if the start fails"""
     failed: bool = False
     """whether it gets no drafts any more, because of an error or because its tenant was forgotten"""
-    told_length: int | None = None
-    """tokens of its response that the caller got; None: the API server has not told it"""
 
-    # --- Its figures (`figures.accounts`)
+    # --- For its trace and the step record (`figures.accounts`)
 
-    counted_steps: int = 0
-    """number of the steps in `BatchLookup.steps` that its figures count already"""
-    left_out: int = 0
-    """tokens of ``counted_length`` that its figures leave out, because they lie behind the end of its response"""
-    latest_accepted: list[tuple[int, list[int]]] = field(default_factory=list)
-    """its latest steps with accepted tokens: length of its text before each, and its accepted tokens by source"""
     draft_source: str | None = None
-    """source of the first token of its latest draft, for the step record"""
+    """source of the first token of its latest draft"""
     draft_ns: int = 0
-    """time that its latest draft took, in nanoseconds, for the step record"""
+    """time that its latest draft took, in nanoseconds"""
     trace: Trace | None = None
     """its steps, if it asked for them"""
 

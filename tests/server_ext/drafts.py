@@ -7,14 +7,17 @@ import numpy as np
 from agentspec.cache import StepDrafts
 from agentspec.cache.types import SOURCES
 from agentspec.server_ext.figures.metrics import RequestFigures
+from agentspec.server_ext.figures.response_count import ResponseCount
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.step import AcceptanceLength, RequestState
 
 VOCABULARY = 1000
 
 
-def request(name: str = "r") -> RequestState:
-    return RequestState(name, Identity(), RequestFigures(), AcceptanceLength(0, 0), 0)
+def request(name: str = "r", prompt_length: int = 0, session: str | None = None) -> RequestState:
+    """Return a request that has just begun."""
+    response = ResponseCount(RequestFigures(), prompt_length)
+    return RequestState(name, Identity(session=session), response, AcceptanceLength(0, 0))
 
 
 def drafts_of(tokens: list[list[int]], chances: list[list[float]]) -> StepDrafts:

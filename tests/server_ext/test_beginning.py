@@ -11,11 +11,11 @@ import pytest
 
 from agentspec.cache.store import encode
 from agentspec.server_ext.engine import DraftingEngine
-from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.requests.turnover import Turnover
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.step import AcceptanceLength, Batch, NewRequest, RequestState, Step
+from agentspec.server_ext.step import Batch, NewRequest, RequestState, Step
+from tests.server_ext.drafts import request
 from tests.server_ext.plain_engine import in_memory
 from tests.store.helpers import turn, wait_until
 
@@ -173,7 +173,7 @@ def test_a_step_does_no_more_than_is_likely_to_end_within_its_time(monkeypatch: 
     monkeypatch.setattr("agentspec.server_ext.requests.turnover.time", clock)
     turnover = Turnover(lambda *_: None, finish)
     for name in "abcd":
-        turnover.end(RequestState(name, Identity(), RequestFigures(), AcceptanceLength(0, 0), 0), 8, None)
+        turnover.end(request(name), 8, None)
     for seconds, ended in ((5e-4, ["a"]), (7e-4, ["a", "b", "c"])):
         turnover.advance(seconds)
         assert done == ended

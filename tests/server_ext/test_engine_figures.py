@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from agentspec.cache.policy import DEFAULT_COST
+from agentspec.server_ext.figures.response_count import Repetition
 from agentspec.server_ext.figures.traces import steps_of
 from agentspec.server_ext.fusion import StepModel
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.step import Batch, DraftRows, NewRequest, Repetition, Step
+from agentspec.server_ext.step import Batch, DraftRows, NewRequest, Step
 from tests.timing import cpu
 
 from .plain_engine import TEXT, Engine, Rows
@@ -89,7 +90,7 @@ def test_what_is_accepted_behind_a_repetition_that_ends_the_response_is_not_coun
 ) -> None:
     rows = Rows()
     rows.step(("0",))
-    rows.proposer._requests.by_id["0"].repetition = repetition
+    rows.proposer._requests.by_id["0"].response.repetition = repetition
     rows.tokens[0, 4:13] = [7, 8, 9] * 3
     verified, room = np.array([8], np.int32), np.full(1, 8, np.int32)
     rows.proposer.propose(Step(rows.batch, (), rows.tokens, np.array([13], np.int32), room, verified, 8))
@@ -118,7 +119,7 @@ def test_what_ends_a_response_or_must_not_be_drafted_cuts_drafts() -> None:
     requests = engine.proposer._requests
     requests.begin(NewRequest("r", [1, 2, 3], Identity(), end_tokens=[5], never_drafted=[7]), 0)
     (state,) = requests.of(["r"])
-    assert set(state.end_tokens) == {5} and set(state.not_drafted) == {5, 7}
+    assert set(state.response.end_tokens) == {5} and set(state.not_drafted) == {5, 7}
     assert [state.may_draft(token) for token in (5, 6, 7)] == [False, True, False]
 
 
@@ -149,12 +150,23 @@ def test_a_token_that_was_sampled_behind_an_accepted_end_is_not_counted() -> Non
     batch = Rows()
     both = ("0", "1")
     batch.step(both)
-    batch.proposer._requests.by_id["0"].end_tokens = frozenset({5})  # its tokens count up from 3
+    batch.proposer._requests.by_id["0"].response.end_tokens = frozenset({5})  # its tokens count up from 3
     batch.step(both, drafted=3)
     assert batch.tokens_and_steps("0") == (3, 2)
     assert batch.tokens_and_steps("1") == (5, 2)
     batch.proposer.note_lengths({"0": 3})  # as the API server does if the request has stop texts, too
     assert batch.tokens_and_steps("0") == (3, 2)
+
+
+@pytest.mark.parametrize("lost", [2, 3, 5])
+def test_tokens_that_a_failed_load_of_the_kv_cache_discards_are_not_counted(lost: int, tmp_path: Path) -> None:
+    """vLLM shortens the row before the next step, so it may be shorter than at the step before."""
+    rows = Rows(record=str(tmp_path / "steps.jsonl"))
+    rows.step(("0",))
+    rows.step(("0",), drafted=5)
+    rows.lengths[0] -= lost
+    rows.step(("0",))
+    assert rows.tokens_and_steps("0") == (8 - lost, 3)
 
 
 def test_the_given_price_goes_with_every_step() -> None:

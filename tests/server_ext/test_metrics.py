@@ -234,7 +234,7 @@ def test_a_server_that_does_not_draft_shows_vllms_figures_only(monkeypatch: pyte
 def test_evicting_the_figures_of_an_old_call_leaves_those_of_a_later_one_with_its_id() -> None:
     metrics = Metrics(max_bytes=1)
     first, second = metrics.begin("same", None, "one"), metrics.begin("same", None, "two")
-    metrics.add_step(second, 3, [0], [0])
+    second.tokens = 3
     metrics.end(first)  # and forgets it, because there is no room
     found = metrics.request("same", None)
     assert found is not None and found["tokens"] == 3
@@ -243,7 +243,7 @@ def test_evicting_the_figures_of_an_old_call_leaves_those_of_a_later_one_with_it
 def test_evicting_the_figures_of_a_later_call_leaves_those_of_an_older_one_that_runs() -> None:
     metrics = Metrics(max_bytes=1)
     first, second = metrics.begin("same", None, "one"), metrics.begin("same", None, "two")
-    metrics.add_step(first, 3, [0], [0])
+    first.tokens = 3
     metrics.end(second)  # and forgets it, because there is no room
     for found in (metrics.request("same", None), metrics.request("same", any_caller=True)):
         assert found is not None and found["tokens"] == 3
@@ -253,7 +253,7 @@ def test_evicting_the_figures_of_a_later_call_leaves_those_of_an_older_one_that_
 def test_an_older_call_that_ends_last_is_the_one_that_is_known() -> None:
     metrics = Metrics()
     first, second = metrics.begin("same", None, "one"), metrics.begin("same", None, "two")
-    metrics.add_step(first, 3, [0], [0])
+    first.tokens = 3
     metrics.end(second)
     third = metrics.begin("same", None, "three")
     metrics.end(third)

@@ -17,11 +17,12 @@ import pytest
 from agentspec.cache.store import SQLiteStore
 from agentspec.errors import ConfigurationError, StoreError
 from agentspec.server_ext.figures.accounts import Accounts
-from agentspec.server_ext.figures.metrics import Metrics, RequestFigures
+from agentspec.server_ext.figures.metrics import Metrics
 from agentspec.server_ext.figures.step_record import StepRecord, _append, _blank_session
 from agentspec.server_ext.figures.traces import Traces
-from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.step import AcceptanceLength, Batch, RequestState, Step
+from agentspec.server_ext.step import Batch, Step
+
+from .drafts import request
 
 KEY, OTHER = "a" * 32, "b" * 32
 
@@ -37,7 +38,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_steps_of_a_request_that_waits_for_its_start_have_lines(tmp_path: Path) -> None:
     """Otherwise a request that ends before its start would have no line, and others too few tokens."""
     step_record = StepRecord(tmp_path / "steps.jsonl")
-    state = RequestState("r", Identity(), RequestFigures(), AcceptanceLength(0, 0), 10)
+    state = request("r", 10)
     accounts = Accounts(Metrics(), Traces(1000), step_record)
     zeros, tokens = np.zeros(1, np.int32), np.zeros((1, 20), np.int32)
     for number in (7, 8):
@@ -48,12 +49,12 @@ def test_steps_of_a_request_that_waits_for_its_start_have_lines(tmp_path: Path) 
         (one["step"], one["request"], one["tokens"], one["drafted"], one["source"]) for one in lines(step_record.path)
     ]
     assert found == [(7, "r", 1, 0, None), (8, "r", 1, 0, None)]
-    assert (state.figures.tokens, state.figures.steps) == (2, 2)
+    assert (state.response.figures.tokens, state.response.figures.steps) == (2, 2)
 
 
 def test_an_id_that_a_caller_made_long_costs_a_line_little(tmp_path: Path) -> None:
     step_record = StepRecord(tmp_path / "steps.jsonl")
-    state = RequestState("x" * 1_000_000 + "-0123abcd", Identity(), RequestFigures(), AcceptanceLength(0, 0), 10)
+    state = request("x" * 1_000_000 + "-0123abcd", 10)
     zeros = np.zeros(1, np.int32)
     lengths = np.array([11], np.int32)
     step = Step(Batch((state.request_id,), zeros), (), np.zeros((1, 20), np.int32), lengths, zeros, zeros, 0)

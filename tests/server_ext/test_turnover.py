@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
 from agentspec.server_ext.requests.turnover import Turnover
-from agentspec.server_ext.step import AcceptanceLength, Batch, NewRequest, RequestState, Step
+from agentspec.server_ext.step import Batch, NewRequest, RequestState, Step
+from tests.server_ext.drafts import request
 from tests.server_ext.slow_rows import PROMPT, ROWS, Rows, rows
 
 __all__ = ["rows"]
@@ -268,7 +268,7 @@ def test_a_response_ends_where_its_caller_was_told(
     rows: Rows, monkeypatch: pytest.MonkeyPatch, first: str, alone: bool
 ) -> None:
     """The API server finds a stop text and tells the length, before or after the engine is told of the end."""
-    monkeypatch.setattr("agentspec.server_ext.requests.running._TOLD_SECONDS", 1000.0)
+    monkeypatch.setattr("agentspec.server_ext.requests.running._REPORT_SECONDS", 1000.0)
     rows.begin("a0", session="s")
     if not alone:
         rows.begin("b1")
@@ -299,7 +299,7 @@ def test_a_response_ends_where_its_caller_was_told(
 def test_a_response_whose_length_was_not_told_yet_is_stored_when_the_engine_stops(
     rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.server_ext.requests.running._TOLD_SECONDS", 1000.0)
+    monkeypatch.setattr("agentspec.server_ext.requests.running._REPORT_SECONDS", 1000.0)
     rows.begin("a0")
     rows.step()
     rows.end("a0", may_be_shorter=True)
@@ -312,7 +312,7 @@ def test_a_response_whose_length_nobody_tells_is_kept_whole(
     rows: Rows, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     """Its caller has left."""
-    monkeypatch.setattr("agentspec.server_ext.requests.running._TOLD_SECONDS", 1000.0 if closed else 0.0)
+    monkeypatch.setattr("agentspec.server_ext.requests.running._REPORT_SECONDS", 1000.0 if closed else 0.0)
     rows.begin("a0")
     rows.step()
     said = rows.lengths["a0"] - PROMPT
@@ -347,7 +347,7 @@ def test_an_erasure_in_another_thread_finds_a_request_at_every_moment_of_its_end
 
 
 def test_the_next_turn_does_not_wait_for_a_length(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.server_ext.requests.running._TOLD_SECONDS", 1000.0)
+    monkeypatch.setattr("agentspec.server_ext.requests.running._REPORT_SECONDS", 1000.0)
     rows.begin("a0", session="s")
     rows.end("a0", may_be_shorter=True)
     rows.begin("b1", session="s")
@@ -369,9 +369,8 @@ def test_nothing_is_finished_before_it_is_started_whatever_the_order(seconds: fl
         for part in range(int(random_.integers(0, 4))):
             name = f"{number}.{part}"
             session_of[name] = (None, "s", "t")[int(random_.integers(3))]
-            identity = Identity(session=session_of[name])
-            state = running[name] = RequestState(name, identity, RequestFigures(), AcceptanceLength(0, 0), 0)
-            turnover.begin(state, NewRequest(name, [1, 2], identity))
+            state = running[name] = request(name, 0, session_of[name])
+            turnover.begin(state, NewRequest(name, [1, 2], state.identity))
         for name in list(running):
             if random_.random() < 0.3:
                 turnover.end(running.pop(name), 8, lambda: [1, 2, 3])
@@ -393,7 +392,7 @@ def test_a_step_finishes_an_eighth_of_what_ends(few_ends: bool, expected: list[i
     done: list[str] = []
     turnover = Turnover(lambda *_: None, lambda state, _: done.append(state.request_id))
     for number in range(20):
-        turnover.end(RequestState(str(number), Identity(), RequestFigures(), AcceptanceLength(0, 0), 0), 8, None)
+        turnover.end(request(str(number)), 8, None)
     none = np.zeros(0, np.int32)
     step = Step(Batch((), none), (), none.reshape(0, 0), none, none, none, num_draft_tokens=0)
     counts = []
@@ -422,7 +421,7 @@ def test_what_cannot_be_done_is_not_tried_again(late: bool) -> None:
     turnover = Turnover(start, lambda *_: None)
     new = [NewRequest(name, [1, 2], Identity()) for name in ("bad", "good")]
     for each in new:
-        state = RequestState(each.request_id, Identity(), RequestFigures(), AcceptanceLength(0, 0), 2)
+        state = request(each.request_id, 2)
         turnover.begin(state, each)
         if late and each.request_id == "bad":
             turnover.end(state, None, text)

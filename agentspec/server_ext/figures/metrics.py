@@ -23,12 +23,19 @@ _ID_BYTES = 128
 """Approximate memory of one request's figures, of which so much is for its id. A caller may choose a longer id."""
 
 FiguresKey = tuple[str | None, str, str]
-"""Who sent a request, the id that the API returned, and the call, which tells it from others with that id."""
+"""Caller of a request, the id that the API returned, and the call, which tells it from others with that id.
+
+`Identity` has three names for who sent a request. The principal has its sessions and groups. The caller is the
+principal without ``cache_salt``; it gets the figures. The owner is whose memory its texts count as in evictions.
+"""
 
 
 @dataclass(slots=True)
 class RequestFigures:
     """Count what drafting did for one request (for all its samples together).
+
+    `as_dict` makes the field ``agentspec`` of responses of these. The SDK reads it in agentspec/client/answers/reply.py
+    (`read_speculation`) and shows it as ``Reply.speculation``, so a new figure needs a place in both.
 
     began: Unix time in seconds. running: its samples that have not ended. steps: verification steps. drafts: of these,
     the steps with a draft. drafted, accepted: tokens by source, in the order of SOURCES. trace: its steps, if it asked
@@ -53,12 +60,12 @@ class RequestFigures:
     def take_back(self, tokens: int) -> None:
         """Leave out tokens that the caller did not get, and those accepted tokens that must have been among them."""
         self.tokens -= tokens
-        _cut(self.accepted, max(self.tokens - 1, 0))  # the first token is never a draft's
+        _cut(self.accepted, self.tokens - 1)  # the first token is never a draft's
 
-    def leave_out(self, accepted: list[int], kept: int) -> None:
-        """Count only ``kept`` of a step's accepted tokens. accepted: these by source; reduced to those that count."""
-        for source, gone in enumerate(_cut(accepted, kept)):
-            self.accepted[source] -= gone
+    def cut_accepted(self, accepted: list[int], most: int) -> None:
+        """Count only ``most`` of a step's accepted tokens. accepted: these by source; reduced to those that count."""
+        for source, lost in _cut(accepted, most):
+            self.accepted[source] -= lost
 
     def as_dict(self, request_id: str) -> dict[str, Any]:
         """Return the figures as JSON: tokens, verification steps, steps with a draft, drafted and accepted tokens.
@@ -105,14 +112,14 @@ def of_one_call(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in sums.items() if name not in ("caller", "call", "began")}
 
 
-def _cut(tokens: list[int], most: int) -> list[int]:
-    """Reduce counts by source until they sum to ``most``, the largest first. Return how much each has lost."""
-    gone = [0] * len(tokens)
-    while (over := sum(tokens) - most) > 0:
+def _cut(tokens: list[int], most: int) -> list[tuple[int, int]]:
+    """Reduce counts by source until they sum to ``most`` or 0, the largest first. Return what sources have lost."""
+    lost = []
+    while (over := sum(tokens) - max(most, 0)) > 0:
         largest = tokens.index(max(tokens))
-        gone[largest] = min(over, tokens[largest])
-        tokens[largest] -= gone[largest]
-    return gone
+        lost.append((largest, min(over, tokens[largest])))
+        tokens[largest] -= lost[-1][1]
+    return lost
 
 
 class Histogram:
@@ -180,12 +187,8 @@ class Metrics:
             while len(self._finished) > _KEPT_REQUESTS or self._finished_bytes > self._max_bytes:
                 self._finished_bytes -= self._finished.popitem(last=False)[1].bytes
 
-    def add_step(
-        self, figures: RequestFigures, tokens: int, drafted: Sequence[int], accepted: Sequence[int]
-    ) -> tuple[int, int]:
-        """Add one step of one request. drafted, accepted: counts by source. Returns their sums."""
-        figures.tokens += tokens
-        figures.steps += 1
+    def add_draft(self, figures: RequestFigures, drafted: Sequence[int], accepted: Sequence[int]) -> tuple[int, int]:
+        """Add the verified draft of a step, if it had one. drafted, accepted: tokens by source. Returns their sums."""
         total = right = 0
         for source, n in enumerate(drafted):
             if n:

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from agentspec.server_ext.figures.metrics import Metrics
+from agentspec.server_ext.figures.response_count import ResponseCount
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.pricing.acceptance_length import AcceptanceLengths
 from agentspec.server_ext.requests.cached import CachedRequests
@@ -16,10 +17,10 @@ from agentspec.server_ext.step import NewRequest, RequestState
 
 logger = logging.getLogger(__name__)
 
-_TOLD_SECONDS = 1.0
-"""Longest time that an ended request waits to be told its response's length, in seconds.
+_REPORT_SECONDS = 1.0
+"""Longest time that an ended request waits for the length of its response, in seconds.
 
-The API server tells it at once, unless the caller has gone.
+The API server reports it at once, unless the caller has gone.
 """
 
 
@@ -79,15 +80,16 @@ class RunningRequests:
         known = self.by_id.get(new.request_id)
         if known is not None:
             # vLLM drops the last token of a response that streamed input follows; the prompt begins with the rest.
-            said = max(known.counted_length - known.prompt_length - 1, 0)
-            before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.awaits_start else ()
+            said = max(known.response.length - 1, 0)
+            length = known.response.prompt_length + said
+            before = np.asarray(new.prompt[:length]).tolist() if known.awaits_start else ()
             self.end(new.request_id, said, partial(tuple, before))
         identity, length = new.identity, len(new.prompt)
         figures = self._metrics.begin(new.api_id or new.request_id, identity.caller, new.call)
         accepted = self._lengths.begin(length + 1, step)  # prefill gives a token, too
         ends = frozenset(new.end_tokens)
-        cut = ends.union(new.never_drafted)
-        state = RequestState(new.request_id, identity, figures, accepted, length, length, ends, cut, new.repetition)
+        response = ResponseCount(figures, length, ends, new.repetition)
+        state = RequestState(new.request_id, identity, response, accepted, ends.union(new.never_drafted))
         if new.detailed and figures.trace is None:  # of several samples, the first is traced
             shared = identity.named_tenant is not None
             state.trace = self._traces.begin(figures, identity.session, shared, identity.tenant)
@@ -100,7 +102,7 @@ class RunningRequests:
         """Queue a request for its end. The arguments are those of ``DraftingEngine.finish``."""
         state = self.by_id.get(request_id)
         if state is not None:
-            until = time.monotonic() + _TOLD_SECONDS if may_be_shorter else 0.0
+            until = time.monotonic() + _REPORT_SECONDS if may_be_shorter else 0.0
             self.turnover.end(state, output_limit, text, until)
             self._leave(request_id)  # not before: an erasure in another thread looks for it here, then in `turnover`
 
@@ -108,7 +110,7 @@ class RunningRequests:
         """Take a request out of those that run, and end its figures, if it runs."""
         state = self.by_id.pop(request_id, None)
         if state is not None:
-            self._metrics.end(state.figures)
+            self._metrics.end(state.response.figures)
             if state.trace is not None:
                 self._traces.end()
 
@@ -125,17 +127,10 @@ class RunningRequests:
         """
         for request_id, length in lengths.items():
             state = self.by_id.get(request_id) or self.turnover.ending(request_id)
-            if state is None or state.told_length is not None:
-                continue
-            state.told_length = length
-            end = state.prompt_length + length
-            for begin, accepted in state.latest_accepted:
-                state.figures.leave_out(accepted, max(end - begin, 0))
-            counted = state.counted_length - state.prompt_length - state.left_out
-            behind = max(counted - length, 0)
-            state.figures.take_back(behind)
-            if state.trace is not None:
-                self._traces.cut(state.trace, behind)
+            if state is not None and state.response.reported_length is None:
+                behind = state.response.end_at(length)
+                if state.trace is not None:
+                    self._traces.cut(state.trace, behind)
 
     def states(self) -> list[RequestState]:
         """Return the states of all requests that run, or wait for their start or end. Any thread may call it."""

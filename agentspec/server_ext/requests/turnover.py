@@ -54,7 +54,7 @@ class Ending:
 
     def awaits_length(self) -> bool:
         """Return whether it waits to be told how long its response was."""
-        return self.state.told_length is None and time.monotonic() < self.until
+        return self.state.response.reported_length is None and time.monotonic() < self.until
 
 
 class Turnover:
@@ -102,7 +102,7 @@ class Turnover:
     def end(self, state: RequestState, output_limit: int | None, text: Text | None, until: float = 0.0) -> None:
         """Queue a request for its end. Forget it if it still waits for its start and ``text`` is None.
 
-        until: time (``time.monotonic``) until which it waits for ``state.told_length``.
+        until: time (``time.monotonic``) until which it waits for ``state.response.reported_length``.
         """
         if state.awaits_start:
             place = next(i for i, item in enumerate(self._waiting) if item.state is state)
@@ -190,14 +190,14 @@ class Turnover:
         """Start or finish a request, and wait for it no more. prompt: of a request that starts without ``text``."""
         try:
             if isinstance(item, Ending):
-                lengths = [length for length in (item.output_limit, item.state.told_length) if length is not None]
-                self._finish(item.state, min(lengths, default=None))
+                limits = (item.output_limit, item.state.response.reported_length)
+                self._finish(item.state, min([limit for limit in limits if limit is not None], default=None))
                 return
             item.state.awaits_start = False
             response: Sequence[int] = ()
             if item.text is not None:
                 text = item.text()
-                prompt, response = text[: item.state.prompt_length], text[item.state.prompt_length :]
+                prompt, response = text[: item.state.response.prompt_length], text[item.state.response.prompt_length :]
             assert prompt is not None
             if not item.state.failed:
                 self._start(item.state, item.new, prompt, response)
@@ -223,7 +223,7 @@ def _prompt_in(step: Step | None, state: RequestState) -> Int32 | None:
     if step is None:
         return None
     place = step.batch.places.get(state.request_id)
-    return None if place is None else step.tokens[step.batch.rows[place], : state.prompt_length]
+    return None if place is None else step.tokens[step.batch.rows[place], : state.response.prompt_length]
 
 
 def _awaits_no_start(item: Beginning | Ending) -> bool:

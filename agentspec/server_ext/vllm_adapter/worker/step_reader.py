@@ -14,8 +14,9 @@ import numpy as np
 
 from agentspec.cache.arguments import MAX_VOCAB
 from agentspec.cache.policy import MAX_DRAFT
+from agentspec.server_ext.figures.response_count import Repetition
 from agentspec.server_ext.identity import BATCH_KEY, CALL_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, identify
-from agentspec.server_ext.step import Batch, Int32, NewRequest, Repetition, Step
+from agentspec.server_ext.step import Batch, Int32, NewRequest, Step
 from agentspec.server_ext.vllm_adapter.frontend.engine_calls import api_request_id
 
 _MASK_ROWS = 1024
