@@ -263,7 +263,7 @@ class DraftingEngine:
         self.cache.close()
         if self._public is not None:
             self._public.close()
-        self._turnover.finish_all(untold=True)
+        self._turnover.finish_all(unreported_too=True)
         self._persistence.close()
         if self._keeper is not None:
             self._keeper.close()
@@ -348,8 +348,8 @@ class DraftingEngine:
         self._leave_batch()
         for new in started:
             self._requests.begin(new, self._steps)
-        begun = step is not None and self._begun_before_pass
-        self._turnover.advance(seconds, started, step, begun=begun, few_ends=self._work_time.must_apply())
+        again = step is not None and self._begun_before_pass
+        self._turnover.advance(seconds, started, step, again=again, other_work=self._work_time.must_apply())
 
     def _measure_work(self) -> int:
         """Count the CPU time of a step's work beside drafting. Return the part in its drafting call, in nanoseconds."""

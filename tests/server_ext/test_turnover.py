@@ -319,7 +319,7 @@ def test_a_response_whose_length_nobody_tells_is_kept_whole(
     rows.end("a0", may_be_shorter=True)
     if closed:
         assert rows.finished == 0
-        rows.engine._turnover.finish_all(untold=True)
+        rows.engine._turnover.finish_all(unreported_too=True)
     (turn,) = rows.stored()
     assert len(turn.response) == said
 
@@ -385,10 +385,10 @@ def test_nothing_is_finished_before_it_is_started_whatever_the_order(seconds: fl
 
 
 @pytest.mark.parametrize(
-    ("few_ends", "expected"), [(False, [3, 3, 2, 2, 2] + 8 * [1]), (True, [2, 2, 2, 1, 1, 1, 1, 1, 1, 1])]
+    ("other_work", "expected"), [(False, [3, 3, 2, 2, 2] + 8 * [1]), (True, [2, 2, 2, 1, 1, 1, 1, 1, 1, 1])]
 )
-def test_a_step_finishes_an_eighth_of_what_ends(few_ends: bool, expected: list[int]) -> None:
-    """With few_ends, an eighth is rounded down, so the last seven wait."""
+def test_a_step_finishes_an_eighth_of_what_ends(other_work: bool, expected: list[int]) -> None:
+    """With other_work, an eighth is rounded down, so the last seven wait."""
     done: list[str] = []
     turnover = Turnover(lambda *_: None, lambda state, _: done.append(state.request_id))
     for number in range(20):
@@ -398,10 +398,10 @@ def test_a_step_finishes_an_eighth_of_what_ends(few_ends: bool, expected: list[i
     counts = []
     for _ in expected:
         before = len(done)
-        turnover.advance(0.0, step.started, step, few_ends=few_ends)
+        turnover.advance(0.0, step.started, step, other_work=other_work)
         counts.append(len(done) - before)
     assert counts == expected and done == [str(number) for number in range(sum(expected))]
-    turnover.advance(0.0, step.started, step, few_ends=few_ends)
+    turnover.advance(0.0, step.started, step, other_work=other_work)
     assert len(done) == sum(expected)
 
 

@@ -1,14 +1,11 @@
 """Start and finish requests in the cache a few at a time, so that no step waits for all that begin and end with it.
 
-Starts go first, because a request gets no drafts before its start. A step starts half of the waiting requests, rounded
-up. If it already started some before its forward pass, it starts half of the others after it, rounded down. A session's
-next turn starts after the turn before was finished, unless that still waits to be told its length. Likewise, a request
-that goes on with streamed input, under the same id, starts after its response so far was finished.
+Starts go first, because a request gets no drafts before its start. But a session's next turn starts after the turn
+before was finished, unless that still awaits its length. Likewise, a request that goes on with streamed input, under
+the same id, starts after its response so far was finished.
 
-A step also does an eighth of the other waiting work, once. It rounds down if requests begin or stored turns must be
-applied, so that a few ends never hold these up but many cannot pile up. It does more as long as the next start or
-finish is likely to end within its time. If no request runs any more, all that waits is finished at once, because no
-step may follow.
+`_quota` says how much a step does in any case. It does more as long as the next start or finish is likely to end within
+its time. If no request runs any more, all that waits is finished at once, because no step may follow.
 """
 
 import time
@@ -16,14 +13,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from math import ceil, floor
 
 from agentspec.server_ext.step import Int32, NewRequest, RequestState, RunningMean, Step
 
-_STARTED, _FINISHED = 2, 8
-"""A step starts at least 1 / _STARTED of the requests that begin, and does at least 1 / _FINISHED of the rest.
-
-Samples of one prompt often begin by the dozen, and each step that a request waits costs it a draft.
-"""
+_STARTS_SHARE, _OTHERS_SHARE = 1 / 2, 1 / 8
+"""Shares of the starts that can be done now, and of the other waiting work, that a step does in any case."""
 _USUAL_ITEMS = 32
 """Number of latest starts and finishes whose mean time says how long the next one is likely to take."""
 
@@ -39,13 +34,18 @@ class Beginning:
     new: NewRequest
     text: Text | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Return whether the request has ended before its start."""
+        return self.text is not None
+
 
 @dataclass(slots=True, eq=False)
 class Ending:
     """Hold a request to be finished.
 
     output_limit: tokens of the response that the engine returned; None: all. until: time (``time.monotonic``) until
-    which it waits to be told how many of them the caller got.
+    which it awaits ``reported_length``: how many of them the caller got.
     """
 
     state: RequestState
@@ -53,7 +53,7 @@ class Ending:
     until: float = 0.0
 
     def awaits_length(self) -> bool:
-        """Return whether it waits to be told how long its response was."""
+        """Return whether the API server may yet report how long its response was."""
         return self.state.response.reported_length is None and time.monotonic() < self.until
 
 
@@ -92,7 +92,7 @@ class Turnover:
 
     def starting(self) -> list[RequestState]:
         """Return the states of the requests that wait for their start and have not ended."""
-        return [item.state for item in self._waiting if isinstance(item, Beginning) and item.text is None]
+        return [item.state for item in self._waiting if isinstance(item, Beginning) and not item.ended]
 
     def begin(self, state: RequestState, new: NewRequest) -> None:
         """Queue a request for its start. Until then ``state.awaits_start`` is true."""
@@ -102,7 +102,7 @@ class Turnover:
     def end(self, state: RequestState, output_limit: int | None, text: Text | None, until: float = 0.0) -> None:
         """Queue a request for its end. Forget it if it still waits for its start and ``text`` is None.
 
-        until: time (``time.monotonic``) until which it waits for ``state.response.reported_length``.
+        until: time (``time.monotonic``) until which it awaits ``state.response.reported_length``.
         """
         if state.awaits_start:
             place = next(i for i, item in enumerate(self._waiting) if item.state is state)
@@ -124,26 +124,26 @@ class Turnover:
         started: Sequence[NewRequest] = (),
         step: Step | None = None,
         *,
-        begun: bool = False,
-        few_ends: bool = False,
+        again: bool = False,
+        other_work: bool = False,
     ) -> None:
-        """Start and finish as many requests as fit into ``seconds`` of this thread's CPU time, and at least `_least`.
+        """Start and finish as many requests as fit into ``seconds`` of this thread's CPU time, and at least `_quota`.
 
         started: requests that have just begun, whose prompts are valid. step: its rows hold the prompts of the other
-        requests that wait for their start; a request without a row goes on waiting. begun: whether an earlier call
-        started requests in this step. few_ends: whether the step has other work that must be done.
+        requests that wait for their start; a request without a row goes on waiting. again: whether an earlier call
+        started requests in this step. other_work: whether the step also has stored turns that must be applied.
         """
         now = time.thread_time()
         until = now + seconds
         first, rest = self._in_order()
-        starts, others = _least(first, rest, begun=begun, few_ends=few_ends)
-        done, least = 0, starts + others
+        starts, others = _quota(first, rest, again=again, other_work=other_work)
+        done, quota = 0, starts + others
         fresh = set(map(id, started))
         for item in [*first[:starts], *rest[:others], *first[starts:], *rest[others:]]:
-            if done >= least and now + self._usual.value >= until:
+            if done >= quota and now + self._usual.value >= until:
                 break
             prompt: Sequence[int] | Int32 | None = None
-            if isinstance(item, Beginning) and item.text is None:
+            if isinstance(item, Beginning) and not item.ended:
                 prompt = item.new.prompt if id(item.new) in fresh else _prompt_in(step, item.state)
                 if prompt is None:
                     continue
@@ -156,7 +156,7 @@ class Turnover:
         """Return the starts that can be done now, and the other waiting work.
 
         A start must wait if an end of the same session or id was queued before it. Then it is among the other work.
-        Ends that await their lengths are left out.
+        Ends that await their lengths are in neither.
         """
         first: list[Beginning | Ending] = []
         rest: list[Beginning | Ending] = []
@@ -173,15 +173,15 @@ class Turnover:
                 (rest if behind else first).append(item)
         return first, rest
 
-    def finish_all(self, *, untold: bool = False) -> None:
+    def finish_all(self, *, unreported_too: bool = False) -> None:
         """Finish all requests that have ended, and drop the starts of those that have not and never will.
 
-        untold: finish even the requests that wait to be told the lengths of their responses.
+        unreported_too: finish even the requests that await the lengths of their responses.
         """
         for item in list(self._waiting):
-            if isinstance(item, Ending) and item.awaits_length() and not untold:
+            if isinstance(item, Ending) and item.awaits_length() and not unreported_too:
                 continue
-            if isinstance(item, Ending) or item.text is not None:
+            if isinstance(item, Ending) or item.ended:
                 self._do(item, None)
             else:
                 self._waiting.remove(item)
@@ -205,17 +205,23 @@ class Turnover:
             self._waiting.remove(item)
 
 
-def _least(
-    first: Sequence[Beginning | Ending], rest: Sequence[Beginning | Ending], *, begun: bool, few_ends: bool
+def _quota(
+    first: Sequence[Beginning | Ending], rest: Sequence[Beginning | Ending], *, again: bool, other_work: bool
 ) -> tuple[int, int]:
-    """Return how many items of ``first`` and of ``rest`` a step does even if its time is over."""
-    if begun:
-        return len(first) // _STARTED, 0
-    starts = -(-len(first) // _STARTED)
-    others = len(rest) // _FINISHED if first or few_ends else -(-len(rest) // _FINISHED)
+    """Return how many items of ``first`` and of ``rest`` a step does even if its time is over.
+
+    Of ``first`` half, rounded up: samples of one prompt often begin by the dozen, and each step that a request waits
+    costs it a draft. If the step already started some before its forward pass, half of the others, rounded down.
+    Of ``rest`` an eighth, once. It is rounded down if there are starts or other work, so that a few ends never hold
+    these up but many cannot pile up.
+    """
+    if again:
+        return floor(len(first) * _STARTS_SHARE), 0
+    round_others = floor if first or other_work else ceil
+    others = rest[: round_others(len(rest) * _OTHERS_SHARE)]
     if first:  # the end of a request has to wait for its start, which may be late in `first`
-        others = len(list(takewhile(_awaits_no_start, rest[:others])))
-    return starts, others
+        others = list(takewhile(_awaits_no_start, others))
+    return ceil(len(first) * _STARTS_SHARE), len(others)
 
 
 def _prompt_in(step: Step | None, state: RequestState) -> Int32 | None:
