@@ -6,12 +6,14 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from agentspec.cache import SOURCES
 
 Packed: TypeAlias = Sequence[bytes]
 """Steps of a trace as arrays (`Trace.packed`)."""
+
+_Values = TypeVar("_Values", "array[int]", bytearray)
 
 _HIDDEN = -1
 _SHARED = SOURCES.index("global")
@@ -23,8 +25,11 @@ _STEP_BYTES, _TOKEN_BYTES, _TRACE_BYTES = 16, 5, 512
 class Trace:
     """Hold the decode steps of one request. session: the key of its session. tenant: whose texts it drafts from.
 
+    Step i owns ``lengths[i]`` tokens, ``rejections[i]`` rejected ids, and ``accepted[i] + rejections[i]`` sources. Flat
+    arrays take little memory, and `packed` copies them in no time however many steps there are.
+
     shares_corpus: whether the request drafts from a corpus that other principals share. Rejected tokens from there are
-    not told, because they may quote others; accepted ones are the request's own text.
+    redacted, because they may quote others; accepted ones are the request's own text.
     """
 
     def __init__(self, session: str | None, shares_corpus: bool, tenant: str | None = None) -> None:
@@ -36,7 +41,7 @@ class Trace:
         self._rejected, self._rejections = array("i"), array("i")
         self._sources = bytearray()  # step by step: sources of the accepted tokens, then of the rejected ones
         self._draft: tuple[Sequence[int], Sequence[int]] = ((), ())
-        self._hiding = 0  # steps whose rejected tokens are to be hidden
+        self._steps_left_to_hide = 0  # next steps whose rejected tokens are to be hidden
 
     @property
     def bytes(self) -> int:
@@ -47,15 +52,12 @@ class Trace:
     def add(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Add a step: its verified tokens, and how many of the draft were verified and accepted."""
         draft, sources = (part[:drafted] for part in self._draft)
-        self._tokens.extend(tokens)
-        self._lengths.append(len(tokens))
         accepted = min(accepted, len(tokens), len(draft))
-        self._accepted.append(accepted)
-        self._rejections.append(len(draft) - accepted)
-        self._sources.extend(sources)
-        told = self._told(draft[accepted:], sources[accepted:])
-        self._rejected.extend([_HIDDEN] * len(told) if self._hiding else told)
-        self._hiding = max(self._hiding - 1, 0)
+        rejected = self._redacted(draft[accepted:], sources[accepted:])
+        if self._steps_left_to_hide:
+            self._steps_left_to_hide -= 1
+            rejected = [_HIDDEN] * len(rejected)
+        self._push(tokens, accepted, rejected, sources)
 
     def drop(self) -> None:
         """Forget all steps, because the request goes on holding this until it ends."""
@@ -67,33 +69,42 @@ class Trace:
     def hide_rejected(self) -> None:
         """Hide the rejected tokens, and those of drafts on their way. Accepted ones are the request's own text."""
         self._rejected = array("i", [_HIDDEN]) * len(self._rejected)
-        self._hiding = _STEPS_ON_THEIR_WAY
+        self._steps_left_to_hide = _STEPS_ON_THEIR_WAY
 
     def cut(self, count: int) -> None:
         """Take back the last tokens, which the caller did not get. Those that were drafted count as rejected."""
-        rejected_at, source_at = len(self._rejected), len(self._sources)
-        for step in reversed(range(len(self._lengths))):
-            if count <= 0:
-                break
-            accepted, begin = self._accepted[step], len(self._tokens) - self._lengths[step]
-            rejected_at -= self._rejections[step]
-            source_at -= accepted + self._rejections[step]
-            kept = max(self._lengths[step] - count, 0)
-            count -= self._lengths[step] - kept
-            left = min(accepted, kept)
-            behind = self._tokens[begin + left : begin + accepted]
-            told = self._told(behind, self._sources[source_at + left : source_at + accepted])
-            self._rejected[rejected_at:rejected_at] = array("i", told)
-            self._rejections[step] += accepted - left
-            self._accepted[step], self._lengths[step] = left, kept
-            del self._tokens[begin + kept :]
+        cut_steps = []
+        while count > 0 and self._lengths:
+            tokens, accepted, rejected, sources = self._pop()
+            kept = max(len(tokens) - count, 0)
+            count -= len(tokens) - kept
+            left = min(accepted, kept)  # tokens that still count as accepted
+            if left < accepted:
+                rejected[:0] = array("i", self._redacted(tokens[left:accepted], sources[left:accepted]))
+            cut_steps.append((tokens[:kept], left, rejected, sources))
+        for step in reversed(cut_steps):
+            self._push(*step)
 
-    def _told(self, tokens: Sequence[int], sources: Sequence[int]) -> list[int]:
-        """Return rejected tokens as they may be told: with -1 in place of those that may quote other principals."""
-        return [
-            _HIDDEN if self._shares and source == _SHARED else token
-            for token, source in zip(tokens, sources, strict=True)
-        ]
+    def _push(self, tokens: Sequence[int], accepted: int, rejected: Sequence[int], sources: Sequence[int]) -> None:
+        """Add a step. accepted: how many of its tokens were drafted. sources: of these, then of ``rejected``."""
+        self._tokens.extend(tokens)
+        self._lengths.append(len(tokens))
+        self._accepted.append(accepted)
+        self._rejected.extend(rejected)
+        self._rejections.append(len(rejected))
+        self._sources.extend(sources)
+
+    def _pop(self) -> tuple[array[int], int, array[int], bytearray]:
+        """Remove the last step. Return what `_push` was given."""
+        accepted, rejections = self._accepted.pop(), self._rejections.pop()
+        tokens, rejected = _take(self._tokens, self._lengths.pop()), _take(self._rejected, rejections)
+        return tokens, accepted, rejected, _take(self._sources, accepted + rejections)
+
+    def _redacted(self, tokens: Sequence[int], sources: Sequence[int]) -> list[int]:
+        """Return rejected tokens with -1 in place of those that may quote other principals."""
+        if not self._shares:
+            return list(tokens)
+        return [_HIDDEN if source == _SHARED else token for token, source in zip(tokens, sources, strict=True)]
 
     def note_draft(self, tokens: Sequence[int], sources: Sequence[int]) -> None:
         """Note the draft that the next step may verify. sources: indices into SOURCES."""
@@ -109,12 +120,20 @@ class Trace:
         return [*(part.tobytes() for part in parts), bytes(self._sources)]
 
 
+def _take(values: _Values, count: int) -> _Values:
+    """Remove the last values. Return them."""
+    begin = len(values) - count
+    taken = values[begin:]
+    del values[begin:]
+    return taken
+
+
 def steps_of(packed: Packed) -> list[dict[str, Any]]:
     """Return the steps of a packed trace as JSON.
 
     tokens: ids. sources: of the drafted ones, which come first; the last token of a step is the model's own. rejected,
     rejected_sources: drafted tokens that were not accepted, or lie behind the end of what the caller got; -1 for an id
-    that is not told.
+    that is redacted.
     """
     *parts, all_sources = packed
     lengths, acceptances, rejections, tokens, all_rejected = (array("i", part) for part in parts)
