@@ -274,7 +274,7 @@ def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_st
 
 def test_a_snapshots_tenants_are_forgotten_unless_all_their_erasures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.server_ext.persistence.persistence.MAX_LOGS", 3)
-    follower = SimpleNamespace(begin=lambda *_, **__: None, stats=lambda: SimpleNamespace(erased=0))
+    follower = SimpleNamespace(catch_up=lambda *_, **__: None, stats=lambda: SimpleNamespace(erased=0))
     cache = SuffixCache()
     persistence = Persistence(cache, MemoryStore(), LOGS, preload=0)
     monkeypatch.setattr(persistence, "_follower", follower)

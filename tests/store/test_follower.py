@@ -207,7 +207,7 @@ def test_a_log_is_followed_until_what_is_to_be_erased_again_is(process: Process)
     process.refusals = 0
     wait_until(lambda: process.erased_again)
     assert process.erased_again == [("t", "s")]
-    wait_until(lambda: not process.follower._logs.all()[NS].late)  # it is noted after the call
+    wait_until(lambda: not process.follower._logs.all()[NS].late_turns)  # it is noted after the call
     process.begin("log3", "t3")
     assert "t" in process.forgotten
     assert process.follower.stats().logs == 3

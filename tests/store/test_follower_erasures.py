@@ -24,7 +24,7 @@ def test_who_may_hold_text_from_before_an_erasure_is_told_of_it_though_the_sessi
     process.store.append(NS, [entry_of(turn("used", 2))])
     process.begin(NS, "t")
     assert process.erased == [("t", "gone")]
-    process.begin(NS, "t", used_too=True)  # the log is followed by now
+    process.follower.catch_up(NS, "t", None)  # the log is followed by now
     assert process.erased == [("t", "gone"), ("t", "used"), ("t", "gone")]
     assert process.follower.stats().erased == 3
 
@@ -156,8 +156,8 @@ def test_only_so_many_erased_sessions_are_remembered(process: Process, monkeypat
         process.store.erase_session(NS, f"s{number}")
     process.wait(erased=6)
     log = process.follower._logs.all()[NS]
-    wait_until(lambda: len(log.applied) == len(log.numbers) == 3, 20)
-    assert [*log.numbers] == ["s3", "s4", "s5"]
+    wait_until(lambda: len(log.recent_tombstones) == len(log.own_turn_at_erasure) == 3, 20)
+    assert [*log.own_turn_at_erasure] == ["s3", "s4", "s5"]
 
 
 def test_no_tombstone_waits_for_this_process_s_own_records(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:

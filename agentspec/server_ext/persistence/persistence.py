@@ -377,7 +377,7 @@ class Persistence:
         """
         log = self.logs.of(tenant)
         try:
-            follower.begin(log, tenant, used_too=True, after=places.get(log))
+            follower.catch_up(log, tenant, after=places.get(log))
             return log in places and self._store.history(log, places[log]) == "whole"
         except StoreUnavailableError:
             raise

@@ -5,6 +5,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from agentspec.cache.store.background.breaker import CircuitBreaker, State
+from agentspec.cache.store.base import entry_name
 
 _PAUSE_SECONDS = 1.0
 """First pause before a log that the store refuses to read is tried again."""
@@ -51,24 +52,39 @@ class FollowedLog:
     tenant: str | None
     cursor: str
     """cursor of the last entry dealt with"""
-    erased: str
+    tombstones_applied_to: str
     """tombstones up to this cursor were applied; it may be ahead of ``cursor``, because erasures do not wait"""
-    applied: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    recent_tombstones: OrderedDict[str, str] = field(default_factory=OrderedDict)
     """tombstones applied lately, with their sessions; they are skipped when the log is read up to them"""
-    numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    own_turn_at_erasure: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """for each session erased lately, the number of this process's newest turn when the tombstone was applied"""
-    late: set[str] = field(default_factory=set)
-    """sessions to erase again: a turn of this process lies behind their tombstone"""
-    lost: set[str] = field(default_factory=set)
+    late_turns: set[str] = field(default_factory=set)
+    """sessions with a turn of this process behind their tombstone"""
+    lost_erasures: set[str] = field(default_factory=set)
     """sessions whose erasure the store has lost"""
     owner: str | None = None
     """owner of the log, if known; if there are too many logs, the owner with the most loses some"""
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(threshold=1, first_pause=_PAUSE_SECONDS))
     """open while the store refuses to read this log"""
 
-    def to_erase(self) -> set[str]:
+    def to_erase_again(self) -> set[str]:
         """Return the sessions to erase again."""
-        return self.late | self.lost
+        return self.late_turns | self.lost_erasures
+
+    def is_settled(self, end: str) -> bool:
+        """Return whether the log was read up to this entry and no session is to be erased again."""
+        return not self.to_erase_again() and entry_name(self.cursor) >= end
+
+    def note_erased(self, session: str, number: int) -> None:
+        """Note that a tombstone was applied. number: of this process's newest turn."""
+        self.own_turn_at_erasure[session] = number
+        self.own_turn_at_erasure.move_to_end(session)
+
+    def forget_oldest_erasures(self, most: int) -> None:
+        """Forget the tombstones and sessions beyond the ``most`` erased last."""
+        for remembered in (self.recent_tombstones, self.own_turn_at_erasure):
+            while len(remembered) > most:
+                remembered.popitem(last=False)
 
 
 class FollowedLogs:

@@ -3,9 +3,9 @@
 An erasure is a tombstone in the log:
 
 - The follower applies a tombstone of another process at once, even if records before it have to wait (`_look_ahead`).
-  It remembers the tombstone (`FollowedLog.applied`), because it reads it again after those records.
+  It remembers the tombstone (`recent_tombstones`), because it reads it again after those records.
 - A turn of this process that was on its way to the store then lies behind the tombstone. When the follower reads the
-  turn (`_skip`), it has the session erased again (`FollowedLog.late`).
+  turn (`_skip`), it has the session erased again (`late_turns`).
 - The follower does not apply this process's own tombstones (`own_erasures.py`).
 - A Redis that was restarted, or failed over, may go back to a state before an erasure. So after each failure, and once
   a minute, the follower looks for the erasures that it remembers, and has lost ones repeated (`lost_erasures.py`).
@@ -100,40 +100,32 @@ class Follower:
         """
         return self._logs.use(namespace, owner)
 
-    def begin(self, namespace: str, tenant: str | None, *, used_too: bool = False, after: str | None = None) -> None:
+    def begin(self, namespace: str, tenant: str | None) -> None:
         """Follow a log from its present end. Call it before the log is read, in a thread that may wait for the store.
 
-        The call also erases here the sessions that other processes erased and that have no entries since. used_too:
-        erase those with entries, too, because this process may hold text of them from before the erasure. after: cursor
-        up to which erasures were applied here already; None: none was. Raises StoreError.
+        The call also erases here the sessions that other processes erased and that have no entries since. Raises
+        StoreError.
         """
-        followed = self.use(check_namespace(namespace))
-        if followed and not used_too:
+        if self.use(check_namespace(namespace)):
             return
         begun = time.monotonic()
-        end = self._store.newest(namespace)
-        marks = self._store.tombstones(namespace, after=after)
-        erased = [session for session, cursor in marks.items() if not self._is_own(namespace, session, cursor)]
-        stay = {usage.session for usage in self._store.sessions(namespace)} if erased and not used_too else set[str]()
-        numbers = OrderedDict[str, int]()
-        for session in erased:
-            if session not in stay:
-                numbers[session] = self._erase(tenant, session)
-                with self._wake:
-                    self._counts.erased += 1
-        if followed:
-            return
-        known = OrderedDict([(entry_name(mark), session) for session, mark in marks.items()][-_MAX_ERASED:])
-        with self._wake:
-            if not self._logs:
-                self._alive = begun
-            self._logs.add(namespace, FollowedLog(tenant, end, end, known, numbers))
-            self._wake.notify()
-        self._leave_idlest()
+        log, erased = self._log_at_end(namespace, tenant)
+        used = {usage.session for usage in self._store.sessions(namespace)} if erased else set[str]()
+        self._add(namespace, log, [session for session in erased if session not in used], begun)
+
+    def catch_up(self, namespace: str, tenant: str | None, after: str | None) -> None:
+        """Erase here all sessions that other processes erased, and follow the log, as `begin` does.
+
+        Call it if this process may hold text from before those erasures, as from a snapshot. A session with entries
+        since is erased, too. after: cursor up to which erasures were applied before; None: none was. Raises StoreError.
+        """
+        begun = time.monotonic()
+        log, erased = self._log_at_end(check_namespace(namespace), tenant, after)
+        self._add(namespace, log, erased, begun)
 
     def places(self) -> dict[str, str]:
         """Return, for each followed log, the cursor up to which other processes' erasures were applied here."""
-        return {name: log.erased for name, log in self._logs.all().items()}
+        return {name: log.tombstones_applied_to for name, log in self._logs.all().items()}
 
     def is_current(self) -> bool:
         """Return whether all erasures older than LIFE_SECONDS were applied here, as far as the store answers."""
@@ -146,8 +138,8 @@ class Follower:
         """
         until = time.monotonic() + timeout
         with suppress(StoreError):
-            logs = [(log, entry_name(self._store.newest(name))) for name, log in self._logs.all().items()]
-            while any(log.to_erase() or entry_name(log.cursor) < end for log, end in logs) and time.monotonic() < until:
+            ends = [(log, entry_name(self._store.newest(name))) for name, log in self._logs.all().items()]
+            while not all(log.is_settled(end) for log, end in ends) and time.monotonic() < until:
                 time.sleep(_RETRY_SECONDS)
 
     def close(self, timeout: float = 1.0) -> None:
@@ -169,6 +161,32 @@ class Follower:
                 refused=len(self._refused),
                 state=self._breaker.state,
             )
+
+    def _log_at_end(
+        self, namespace: str, tenant: str | None, after: str | None = None
+    ) -> tuple[FollowedLog, list[str]]:
+        """Return a log as it is followed from its present end, and the sessions that other processes erased in it.
+
+        after: return only sessions with a tombstone behind this cursor; None: all.
+        """
+        end = self._store.newest(namespace)
+        tombstones = self._store.tombstones(namespace, after=after)
+        recent = OrderedDict([(entry_name(mark), session) for session, mark in tombstones.items()][-_MAX_ERASED:])
+        erased = [session for session, mark in tombstones.items() if not self._is_own(namespace, session, mark)]
+        return FollowedLog(tenant, end, end, recent), erased
+
+    def _add(self, namespace: str, log: FollowedLog, erased: Sequence[str], begun: float) -> None:
+        """Erase these sessions here, and follow a log unless it is followed. begun: when the store was asked first."""
+        for session in erased:
+            self._erase_here(log, session)
+        if self.use(namespace):
+            return
+        with self._wake:
+            if not self._logs:
+                self._alive = begun
+            self._logs.add(namespace, log)
+            self._wake.notify()
+        self._leave_idlest()
 
     def _run(self) -> None:
         while not self._closed:
@@ -219,15 +237,16 @@ class Follower:
         for name in logs if all_logs else (self._refused | self._unerased) & logs.keys():
             log = logs[name]
             with self._alone(name, log):
-                history = self._store.history(name, log.erased)
+                history = self._store.history(name, log.tombstones_applied_to)
                 if history == "whole":
                     continue
                 end = self._store.newest(name)
                 if history == "lost":
-                    if end < log.erased:  # an emptied store whose clock is behind begins with lower cursors
-                        log.cursor = log.erased = ""
+                    # An emptied store whose clock is behind begins with lower cursors.
+                    if end < log.tombstones_applied_to:
+                        log.cursor = log.tombstones_applied_to = ""
                 elif self._forget(log.tenant):
-                    log.cursor = log.erased = end
+                    log.cursor = log.tombstones_applied_to = end
                     self._unerased.discard(name)
                 else:
                     outdated.add(log.tenant)
@@ -235,7 +254,7 @@ class Follower:
         return not outdated
 
     def _note_lost(self, name: str, log: FollowedLog, sessions: list[str]) -> None:
-        log.lost.update(sessions)
+        log.lost_erasures.update(sessions)
         with self._wake:
             self._counts.undone += len(sessions)
         message = "agentspec: the store went back to an older state; %d erasures in log %s are repeated"
@@ -245,12 +264,12 @@ class Follower:
         """Wait for new entries once, and deal with them."""
         for name, log in self._to_follow().items():
             with self._alone(name, log):
-                for session in log.to_erase():
+                for session in log.to_erase_again():
                     # Another process may have repeated a lost erasure meanwhile, and the session may be used again.
-                    if session in log.late or self.own.undone(name, log.applied, session):
+                    if session in log.late_turns or self.own.undone(name, log.recent_tombstones, session):
                         self._erase_again(log.tenant, session)
-                    log.late.discard(session)
-                    log.lost.discard(session)
+                    log.late_turns.discard(session)
+                    log.lost_erasures.discard(session)
         logs = self._to_follow()
         found = self._store.wait({name: log.cursor for name, log in logs.items()}, _WAIT_SECONDS)
         behind = 0
@@ -313,37 +332,37 @@ class Follower:
             courtesy.pause()
         self._deliver(namespace, batch, courtesy)
         log.cursor = at
-        log.erased = max(log.erased, at)
-        for remembered in (log.applied, log.numbers):  # only now: up to the log's end any tombstone may come again
-            while len(remembered) > _MAX_ERASED:
-                remembered.popitem(last=False)
+        log.tombstones_applied_to = max(log.tombstones_applied_to, at)
+        log.forget_oldest_erasures(_MAX_ERASED)  # only now: up to the log's end any tombstone may come again
         return True
 
     def _look_ahead(self, namespace: str, log: FollowedLog) -> None:
         """Apply the tombstones of a log whose records have to wait."""
         end = self._store.newest(namespace)
-        for session, cursor in self._store.tombstones(namespace, after=log.erased).items():
+        for session, cursor in self._store.tombstones(namespace, after=log.tombstones_applied_to).items():
             self._apply(namespace, log, session, cursor)
-        log.erased = max(log.erased, end)
+        log.tombstones_applied_to = max(log.tombstones_applied_to, end)
 
     def _apply(self, namespace: str, log: FollowedLog, session: str, cursor: str) -> None:
         """Apply a tombstone unless it was applied before."""
         tombstone = entry_name(cursor)
-        if tombstone in log.applied:
+        if tombstone in log.recent_tombstones:
             return
         if self._is_own(namespace, session, cursor):
             self.own.note_tombstone_read(namespace, session)
         else:
             try:
-                log.numbers[session] = self._erase(log.tenant, session)
+                self._erase_here(log, session)
             except Exception:
                 self._unerased.add(namespace)
                 raise
             self._unerased.discard(namespace)
-            log.numbers.move_to_end(session)
-            with self._wake:
-                self._counts.erased += 1
-        log.applied[tombstone] = session  # only now, so that an erasure that fails is tried again
+        log.recent_tombstones[tombstone] = session  # only now, so that an erasure that fails is tried again
+
+    def _erase_here(self, log: FollowedLog, session: str) -> None:
+        log.note_erased(session, self._erase(log.tenant, session))
+        with self._wake:
+            self._counts.erased += 1
 
     def _is_own(self, namespace: str, session: str, cursor: str) -> bool:
         """Return whether a tombstone is this process's. Waits LIFE_SECONDS / 2 at most, so that drafting goes on."""
@@ -353,8 +372,8 @@ class Follower:
         """Skip a record of this process. If it is older than its session's erasure, have the session erased again."""
         with self._wake:
             self._counts.skipped += 1
-        if record.number <= log.numbers.get(record.session, 0):
-            log.late.add(record.session)
+        if record.number <= log.own_turn_at_erasure.get(record.session, 0):
+            log.late_turns.add(record.session)
 
     def _deliver(self, namespace: str, records: Sequence[TurnRecord], courtesy: Courtesy) -> None:
         if not records:
@@ -378,7 +397,7 @@ class Follower:
         A log in which a session must still be erased again stays.
         """
         for name, log in self._logs.beyond_most():
-            if not log.to_erase() and self._forget(log.tenant):
+            if not log.to_erase_again() and self._forget(log.tenant):
                 self._logs.remove(name)
                 self._unerased.discard(name)
 

@@ -50,7 +50,7 @@ class LostErasures:
             log, lost, part = logs[name], list[str](), self._store.part(name)
             try:
                 with self._alone(name, log):
-                    lost = [] if part in away else self._own.undone(name, log.applied)
+                    lost = [] if part in away else self._own.undone(name, log.recent_tombstones)
             except StoreUnavailableError:
                 if not part:
                     raise
