@@ -185,9 +185,9 @@ class TestWriting:
         for log in logs:
             writer.put(log, turn("s", 0))
         wait_until(lambda: writer.stats().refused == len(logs), 60)
-        assert len(writer._records.aside.parts()) == REFUSED_LOGS
+        assert len(writer._records.aside.targets()) == REFUSED_LOGS
         assert (writer.stats().queued, writer.stats().queued_bytes) == (0, 0)
-        assert writer._records.aside.part_of(logs[-1], store.part) is not None  # the latest log
+        assert writer._records.aside.target_of(logs[-1], store.part) is not None  # the latest log
         writer.close()
 
     def test_the_end_loses_no_record_that_the_store_takes(self) -> None:

@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from agentspec.cache.store.background.aside import QueuedRecord
+from agentspec.cache.store.background.aside import QueuedRecord, RefusedLog, StorePart
 from agentspec.cache.store.background.waiting_records import WaitingRecords
 from tests.store.helpers import NS, number_of, turn
 
 SIZE = turn("s", 0).size
+PART, OTHER_PART = StorePart("part"), StorePart("other")
 
 
 def test_of_what_waits_for_several_parts_the_oldest_is_dropped_first() -> None:
@@ -17,8 +18,8 @@ def test_of_what_waits_for_several_parts_the_oldest_is_dropped_first() -> None:
     for number in range(2):
         records.put(f"log{number}", turn("s", number))
     older, newer = records.take_batch()
-    records.set_aside("one part", [newer])
-    records.set_aside("another part", [older])
+    records.set_aside(PART, [newer])
+    records.set_aside(OTHER_PART, [older])
     for number in range(2, 4):
         records.put("log", turn("s", number))
     assert (records.counts.dropped, records.oldest()) == (1, newer.number)
@@ -30,20 +31,20 @@ def test_an_append_to_a_part_that_is_still_away_is_sent_again_as_it_was() -> Non
     for number in range(4):
         records.put("log", turn("s", number))
     items = records.take_batch()
-    records.set_aside("part", items)
-    records.put_back("part", records.take_aside("part"), refused=False)
-    assert records.take_aside("part") == items
+    records.set_aside(PART, items)
+    records.put_back(PART, records.take_aside(PART), refused=False)
+    assert records.take_aside(PART) == items
 
 
 def test_a_batch_is_sent_again_as_it_was_even_if_another_part_came_back_meanwhile() -> None:
     records = WaitingRecords(1 << 30, 64, 2)
     for number in range(3):
         records.put("log", turn("s", number))
-    records.set_aside("part", records.take_batch())
+    records.set_aside(PART, records.take_batch())
     unsure = records.take_batch()
     records.requeue()
     records.put("log", turn("s", 3))
-    records.note_written(records.take_aside("part"), 2)
+    records.note_written(records.take_aside(PART), 2)
     assert records.take_batch() == unsure
     records.note_written(unsure, 1)
     for number in range(4, 8):
@@ -80,18 +81,18 @@ def test_the_limits_hold_whatever_happens_and_every_record_is_counted_once() -> 
     for most_bytes, most in ((6 * SIZE, 100), (1 << 20, 6), (0, 6)):
         waiting = WaitingRecords(most_bytes, most, 3)
         for number in range(2000):
-            flight, part = waiting.in_flight, choose.choice(("one part", "log other"))
+            flight, target = waiting.in_flight, choose.choice((PART, RefusedLog("other")))
             match choose.randrange(7) if flight else choose.choice((0, 0, 0, 1, 2, 6)):
                 case 1:
                     waiting.take_batch()
-                case 2 if not flight and (away := waiting.aside.parts()):
+                case 2 if not flight and (away := waiting.aside.targets()):
                     waiting.take_aside(away[0][0])
                 case 3:
                     waiting.requeue()
                 case 4:
-                    waiting.set_aside(part, flight, failed=True)
+                    waiting.set_aside(target, flight, failed=True)
                 case 5 if choose.random() < 0.5:
-                    waiting.put_back(part, flight, refused=choose.random() < 0.5)
+                    waiting.put_back(target, flight, refused=choose.random() < 0.5)
                 case 5:
                     waiting.note_written(flight, len(flight) - choose.randrange(2))
                 case 6:
@@ -119,7 +120,7 @@ def test_where_too_much_waits_what_was_set_aside_goes_too() -> None:
     waiting = WaitingRecords(1 << 20, 2, 9)
     for number in range(2):
         waiting.put(NS, turn("s", number))
-    waiting.set_aside("part", waiting.take_batch())
+    waiting.set_aside(PART, waiting.take_batch())
     waiting.put(NS, turn("s", 2))
     waiting.take_batch()
     waiting.put(NS, turn("s", 3))
@@ -137,23 +138,24 @@ def put_in_flight(waiting: WaitingRecords, *sessions: str) -> list[QueuedRecord]
 def test_only_a_record_that_is_refused_alone_is_given_up(refused: bool) -> None:
     """A record whose part is away goes on waiting."""
     waiting = WaitingRecords(1 << 20, 10, 10)
-    assert waiting.put_back("part", put_in_flight(waiting, "s"), refused=refused) == refused
+    items = put_in_flight(waiting, "s")
+    assert waiting.put_back(PART, items, refused=refused) == (items[0] if refused else None)
     assert (waiting.counts.refused, len(waiting), waiting.bytes) == (int(refused), 1 - refused, SIZE * (not refused))
 
 
 def test_an_append_that_is_refused_is_tried_in_halves_of_which_the_older_comes_first() -> None:
     waiting = WaitingRecords(1 << 20, 10, 10)
-    waiting.set_aside("part", put_in_flight(waiting, "s"))
+    waiting.set_aside(PART, put_in_flight(waiting, "s"))
     items = put_in_flight(waiting, "s", "s", "s", "s")
-    assert not waiting.put_back("part", items, refused=True)
-    assert [[item.number for item in waiting.take_aside("part")] for _ in range(3)] == [[1], [2, 3], [4, 5]]
+    assert waiting.put_back(PART, items, refused=True) is None
+    assert [[item.number for item in waiting.take_aside(PART)] for _ in range(3)] == [[1], [2, 3], [4, 5]]
 
 
 FAILURES: dict[str, Callable[[WaitingRecords, list[QueuedRecord]], object]] = {
     "requeued": lambda waiting, items: waiting.requeue(),
-    "set aside": lambda waiting, items: waiting.set_aside("part", items, failed=True),
-    "refused": lambda waiting, items: waiting.put_back("part", items, refused=True),
-    "away": lambda waiting, items: waiting.put_back("part", items, refused=False),
+    "set aside": lambda waiting, items: waiting.set_aside(PART, items, failed=True),
+    "refused": lambda waiting, items: waiting.put_back(PART, items, refused=True),
+    "away": lambda waiting, items: waiting.put_back(PART, items, refused=False),
 }
 
 
@@ -174,11 +176,11 @@ def test_what_was_erased_while_it_was_in_flight_comes_back_in_no_way(
 
 def test_an_erased_session_leaves_the_queue_and_what_is_set_aside() -> None:
     waiting = WaitingRecords(1 << 20, 10, 10)
-    waiting.set_aside("part", put_in_flight(waiting, "gone", "stays"))
+    waiting.set_aside(PART, put_in_flight(waiting, "gone", "stays"))
     for number, session in enumerate(("gone", "stays")):
         waiting.put(NS, turn(session, number))
     waiting.forget("gone")
-    assert [item.number for item in waiting.take_batch() + waiting.aside.take("part")] == [4, 2]
+    assert [item.number for item in waiting.take_batch() + waiting.aside.take(PART)] == [4, 2]
     assert (waiting.counts.erased, waiting.bytes) == (2, 2 * SIZE)
 
 
@@ -196,18 +198,18 @@ def test_an_erasure_holds_until_the_last_append_of_its_batch_has_failed() -> Non
     waiting = WaitingRecords(1 << 20, 10, 10)
     items = put_in_flight(waiting, "gone", "gone")
     waiting.forget("gone")
-    waiting.set_aside("part", items[:1])
-    waiting.set_aside("part", items[1:])
+    waiting.set_aside(PART, items[:1])
+    waiting.set_aside(PART, items[1:])
     assert (waiting.counts.erased, len(waiting)) == (2, 0)
 
 
 def test_at_the_end_what_is_not_in_flight_is_dropped_and_all_that_waited_is_counted() -> None:
     waiting = WaitingRecords(1 << 20, 10, 1)
-    waiting.set_aside("part", put_in_flight(waiting, "s"))
+    waiting.set_aside(PART, put_in_flight(waiting, "s"))
     put_in_flight(waiting, "s", "s")
     assert waiting.drop_all() == 3
     assert (waiting.counts.dropped, len(waiting), waiting.bytes) == (2, 1, SIZE)
-    waiting.set_aside("part", waiting.in_flight)
+    waiting.set_aside(PART, waiting.in_flight)
     assert (waiting.drop_all(), waiting.counts.dropped, waiting.bytes) == (1, 3, 0)
 
 
@@ -215,7 +217,7 @@ def test_of_the_queue_and_what_is_set_aside_the_oldest_is_dropped_first() -> Non
     for older_aside in (True, False):
         waiting = WaitingRecords(1 << 20, 2, 9)
         first, second = put_in_flight(waiting, "s", "s")
-        waiting.set_aside("part", [first if older_aside else second])
+        waiting.set_aside(PART, [first if older_aside else second])
         waiting.requeue()
         waiting.put(NS, turn("s", 2))
         assert (waiting.counts.dropped, waiting.oldest(), len(waiting.aside)) == (1, 2, 1 - older_aside)

@@ -272,14 +272,14 @@ class TestAPartThatIsAway:
         for number in range(100):
             writer.put(f"a{number}", turn("gone" if number % 2 else "s", number))
             wait_until(lambda: writer.stats().queued == len(writer._records.aside))
-        (part,) = writer._records.aside._parts.values()
-        assert len(part.logs) == 8
+        (waiting,) = writer._records.aside._waiting.values()
+        assert len(waiting.logs) == 8
         assert writer.forget("gone", 60)
-        assert sorted(part.logs) == ["a92", "a94", "a96", "a98"]
+        assert sorted(waiting.logs) == ["a92", "a94", "a96", "a98"]
         store.away.clear()
         assert writer.flush(60)
         writer.close()
-        assert not part.logs
+        assert not waiting.logs
         assert [store.numbers(f"a{number}") for number in range(90, 100, 2)] == [[], [92], [94], [96], [98]]
 
     def test_forgets_an_erased_session_and_finds_a_record_that_is_never_taken(self) -> None:

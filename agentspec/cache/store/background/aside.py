@@ -27,10 +27,31 @@ class QueuedRecord:
         return NewEntry(record.session, encode(record), record.shared_by, f"{record.writer}:{record.number}")
 
 
-_LOG = "log "
-"""Prefix of the name of a part that is one refused log. No part of a store has a space in its name."""
+@dataclass(frozen=True, slots=True)
+class StorePart:
+    """Name a part of the store that is away, as ``Store.part`` does."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return "a part of the store"
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedLog:
+    """Name a log that the store refuses."""
+
+    namespace: str
+
+    def __str__(self) -> str:
+        return f"the log {self.namespace}"
+
+
+Target = StorePart | RefusedLog
+"""What records wait for."""
+
 _PAUSE = 1.0
-"""Seconds until a part or a log is tried again, at first."""
+"""Seconds until a target is tried again, at first."""
 _REFUSALS = 5
 """After so many refused records of a log in a row, the store counts as refusing the log."""
 REFUSED_LOGS = 1024
@@ -38,15 +59,21 @@ REFUSED_LOGS = 1024
 
 
 @dataclass(slots=True)
-class _Part:
-    """Hold the appends that wait for one part, each with records of one log, and the number of appends of each log.
+class _Waiting:
+    """Hold the appends that wait for one target, each with records of one log, and the number of appends of each log.
 
     The appends are in the order of their first records' numbers.
     """
 
+    target: Target
     breaker: CircuitBreaker
     appends: deque[list[QueuedRecord]] = field(default_factory=deque)
     logs: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Return whether this is a log whose latest record was refused, be it the first one."""
+        return isinstance(self.target, RefusedLog) and self.breaker.failing
 
     def add(self, items: list[QueuedRecord]) -> None:
         """Let an append wait."""
@@ -99,15 +126,15 @@ class _Part:
 
 
 class SetAside:
-    """Hold appends by the part of the store that they wait for. Not thread-safe.
+    """Hold appends by what they wait for. Not thread-safe.
 
-    When the store refuses a record of a log, the log becomes a part of its own (``log_part``) until the store takes one
-    of its records. An append is sent again unchanged, so that a store can recognise it if only its answer was lost.
-    Each log keeps its order.
+    That is a part of the store or, when the store has refused a record of a log, this log until the store takes one of
+    its records. An append is sent again unchanged, so that a store can recognise it if only its answer was lost. Each
+    log keeps its order.
     """
 
     def __init__(self) -> None:
-        self._parts: dict[str, _Part] = {}
+        self._waiting: dict[Target, _Waiting] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -116,130 +143,126 @@ class SetAside:
 
     def is_part_away(self) -> bool:
         """Return whether a part of the store is away; refused logs do not count."""
-        return any(not is_log(name) for name in self._parts)
+        return any(isinstance(target, StorePart) for target in self._waiting)
 
     def refused_logs(self) -> int:
         """Return how many logs the store refuses."""
-        return sum(map(self.is_refused, self._parts))
+        return sum(map(self.is_refused, self._waiting))
 
-    def is_refused(self, part: str) -> bool:
-        """Return whether a part is a log that counts as refused."""
-        return is_log(part) and part in self._parts and self._parts[part].breaker.state != "closed"
+    def is_refused(self, target: Target) -> bool:
+        """Return whether a target is a log that counts as refused."""
+        waiting = self._waiting.get(target)
+        return isinstance(target, RefusedLog) and waiting is not None and waiting.breaker.state != "closed"
 
-    def part_of(self, namespace: str, current_part: Callable[[str], str]) -> str | None:
-        """Return the part that a log's records wait for; None if they need not wait.
+    def target_of(self, namespace: str, part_of: Callable[[str], str]) -> Target | None:
+        """Return what a log's records wait for; None if they need not wait.
 
-        current_part(namespace): returns the part of the store that holds a log now.
+        part_of(namespace): returns the part of the store that holds a log now.
         """
-        if not self._parts:
+        if not self._waiting:
             return None
-        if (alone := log_part(namespace)) in self._parts:
-            return alone
-        for name, part in self._parts.items():
-            if namespace in part.logs:  # even if the log has moved, so that its records keep their order
-                return name
-        name = current_part(namespace)
-        return name if name in self._parts else None
+        if (log := RefusedLog(namespace)) in self._waiting:
+            return log
+        for target, waiting in self._waiting.items():
+            if namespace in waiting.logs:  # even if the log has moved, so that its records keep their order
+                return target
+        part = StorePart(part_of(namespace))
+        return part if part in self._waiting else None
 
-    def add(self, part: str, items: Sequence[QueuedRecord], *, again: bool = False) -> CircuitBreaker:
-        """Let an append wait, behind the others, or in its former place if ``again``. Return the breaker of its part.
-
-        Without ``items``, only make the part. To make room, the call may forget refused logs for which no record waits.
-        If the store still refuses one, its next record shows that.
-        """
-        held = self._parts.pop(part, None)
-        if held is None:
-            self._make_room()
-            breaker = CircuitBreaker(threshold=_REFUSALS if is_log(part) else 1, first_pause=_PAUSE)
-            held = _Part(breaker)
-        self._parts[part] = held  # the latest is the last
+    def add(self, target: Target, items: Sequence[QueuedRecord], *, again: bool = False) -> None:
+        """Let an append wait, behind the others, or in its former place if ``again``. Add its target if it is new."""
+        waiting = self._latest(target)
         if items:
-            (held.put_back if again else held.add)(list(items))
+            (waiting.put_back if again else waiting.add)(list(items))
             self._count += len(items)
-        return held.breaker
 
-    def due(self) -> list[tuple[str, CircuitBreaker]]:
-        """Return the parts that may be tried now."""
-        breakers = [(name, part.breaker) for name, part in self._waited_for() if part.breaker.wait() == 0.0]
-        return [(name, breaker) for name, breaker in breakers if breaker.state != "open" or breaker.allow()]
+    def breaker_of(self, target: Target) -> CircuitBreaker:
+        """Return the breaker of a target. Add the target if it is new."""
+        return self._latest(target).breaker
 
-    def parts(self) -> list[tuple[str, CircuitBreaker]]:
-        """Return all parts that are away."""
-        return [(name, part.breaker) for name, part in self._parts.items()]
+    def due(self) -> list[tuple[Target, CircuitBreaker]]:
+        """Return the targets that may be tried now."""
+        breakers = [(waiting.target, waiting.breaker) for waiting in self._to_try() if waiting.breaker.wait() == 0.0]
+        return [(target, breaker) for target, breaker in breakers if breaker.state != "open" or breaker.allow()]
+
+    def targets(self) -> list[tuple[Target, CircuitBreaker]]:
+        """Return all parts that are away, and all logs that were refused."""
+        return [(target, waiting.breaker) for target, waiting in self._waiting.items()]
 
     def wait(self) -> float | None:
-        """Return how many seconds to wait until a part may be tried; None if there is none to try."""
-        return min((part.breaker.wait() for _, part in self._waited_for()), default=None)
+        """Return how many seconds to wait until a target may be tried; None if there is none to try."""
+        return min((waiting.breaker.wait() for waiting in self._to_try()), default=None)
 
-    def take(self, part: str) -> list[QueuedRecord]:
-        """Take the first append that waits for a part. Return [] if there is none: then the part is not away any more.
+    def take(self, target: Target) -> list[QueuedRecord]:
+        """Take the first append that waits for a target. Return [] if there is none: then a part is back.
 
         A log stays refused until the store has taken a record of it.
         """
-        held = self._parts[part]
-        if not held.appends:
-            if not _takes_nothing(part, held):
-                del self._parts[part]
+        waiting = self._waiting[target]
+        if not waiting.appends:
+            if not waiting.takes_nothing:
+                del self._waiting[target]
             return []
-        items = held.take()
+        items = waiting.take()
         self._count -= len(items)
         return items
 
-    def take_other(self, part: str, session: str | None) -> list[QueuedRecord]:
-        """Take the first record that waits for a part and is not of this session. Return [] if there is none."""
-        items = self._parts[part].take_other(session)
+    def take_other(self, target: Target, session: str | None) -> list[QueuedRecord]:
+        """Take the first record that waits for a target and is not of this session. Return [] if there is none."""
+        items = self._waiting[target].take_other(session)
         self._count -= len(items)
         return items
 
     def records(self) -> Iterator[QueuedRecord]:
         """Yield the records that wait."""
-        for part in self._parts.values():
-            for append in part.appends:
+        for waiting in self._waiting.values():
+            for append in waiting.appends:
                 yield from append
 
     def oldest(self) -> int | None:
         """Return the lowest number of a record that waits."""
-        return min((part.appends[0][0].number for part in self._parts.values() if part.appends), default=None)
+        return min((waiting.appends[0][0].number for waiting in self._with_records()), default=None)
 
     def drop_oldest(self) -> QueuedRecord:
         """Remove the record with the lowest number, and return it. There must be one."""
-        waiting = [part for part in self._parts.values() if part.appends]
         self._count -= 1
-        return min(waiting, key=lambda part: part.appends[0][0].number).take_record()
+        return min(self._with_records(), key=lambda waiting: waiting.appends[0][0].number).take_record()
 
     def forget(self, session: str) -> list[QueuedRecord]:
         """Remove the records of a session, and return them."""
         gone: list[QueuedRecord] = []
-        for part in self._parts.values():
-            appends, part.appends, part.logs = part.appends, deque(), Counter()
+        for waiting in self._waiting.values():
+            appends, waiting.appends, waiting.logs = waiting.appends, deque(), Counter()
             for append in appends:
                 gone += [item for item in append if item.record.session == session]
                 if kept := [item for item in append if item.record.session != session]:
-                    part.add(kept)
+                    waiting.add(kept)
         self._count -= len(gone)
         return gone
 
+    def _latest(self, target: Target) -> _Waiting:
+        """Return what waits for a target, and make it the latest one.
+
+        To add a target, the call may forget refused logs for which no record waits. If the store still refuses one, its
+        next record shows that.
+        """
+        waiting = self._waiting.pop(target, None)
+        if waiting is None:
+            self._make_room()
+            threshold = _REFUSALS if isinstance(target, RefusedLog) else 1
+            waiting = _Waiting(target, CircuitBreaker(threshold=threshold, first_pause=_PAUSE))
+        self._waiting[target] = waiting
+        return waiting
+
     def _make_room(self) -> None:
         """Forget refused logs for which no record waits, those refused longest ago first, until one more has room."""
-        idle = [name for name, part in self._parts.items() if not part.appends and _takes_nothing(name, part)]
+        idle = [name for name, waiting in self._waiting.items() if not waiting.appends and waiting.takes_nothing]
         for name in idle[: max(0, len(idle) + 1 - REFUSED_LOGS)]:
-            del self._parts[name]
+            del self._waiting[name]
 
-    def _waited_for(self) -> list[tuple[str, _Part]]:
-        """Return the parts to try: all but refused logs for which no record waits."""
-        return [(name, part) for name, part in self._parts.items() if part.appends or not _takes_nothing(name, part)]
+    def _with_records(self) -> list[_Waiting]:
+        return [waiting for waiting in self._waiting.values() if waiting.appends]
 
-
-def _takes_nothing(name: str, part: _Part) -> bool:
-    """Return whether a part is a log whose latest record was refused, be it the first one."""
-    return is_log(name) and part.breaker.failing
-
-
-def log_part(namespace: str) -> str:
-    """Return the name of the part that consists of one refused log."""
-    return _LOG + namespace
-
-
-def is_log(part: str) -> bool:
-    """Return whether a part is one refused log, by its name."""
-    return part.startswith(_LOG)
+    def _to_try(self) -> list[_Waiting]:
+        """Return what waits for targets to try: all but refused logs for which no record waits."""
+        return [waiting for waiting in self._waiting.values() if waiting.appends or not waiting.takes_nothing]

@@ -1,14 +1,16 @@
 """Hold the records that wait to be written to a store, within limits, and count what becomes of each.
 
-A record goes this way, from ``put`` to one of the last four:
+A record goes this way, from ``put`` to one of the last four. Beside the arrows are the calls that move it:
 
-    queued ──> in flight ──> persisted     the store has acknowledged it
-      │  ^       │    ^ │
-      │  └───────┘    │ └──> refused       the store takes its log, but never this record
-      │ store away    v
-      │           set aside                its log, or the part of the store that has it, is away or refused
-      │               │
-      └───────────────┴────> dropped       the oldest if too many wait, and all that are left at the end
+    queued ──take_batch──> in flight ──note_written──> persisted   the store has acknowledged it
+      │  ^                  │  │ ^ │
+      │  └─────requeue──────┘  │ │ └─────put_back────> refused     the store takes its log, but never this record
+      │      (store away)      │ │
+      │    set_aside, put_back │ │ take_aside, take_other
+      │                        v │
+      │                     set aside                              what it waits for (`Target`) is away or refused
+      │                         │
+      └─────────────────────────┴────────────────────> dropped     the oldest if too many wait, and the rest at the end
 
 A waiting record goes to ``erased`` if its session is erased. A record in flight does so only if its append fails. If
 the append succeeds, the record lies in front of the tombstone.
@@ -19,8 +21,8 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from agentspec.cache.store.background.aside import QueuedRecord, SetAside
-from agentspec.cache.store.background.breaker import CircuitBreaker, State
+from agentspec.cache.store.background.aside import QueuedRecord, SetAside, Target
+from agentspec.cache.store.background.breaker import State
 from agentspec.cache.store.records import Record
 
 logger = logging.getLogger(__name__)
@@ -56,8 +58,8 @@ class WaitingRecords:
     """Hold records in the order of ``put``: at most ``max_entries`` of at most ``max_bytes``. Not thread-safe.
 
     Beyond these limits the oldest are dropped. in_flight: records of the present batch. aside: records that wait for a
-    log or a part of the store. counts: outcomes of the records that no longer wait. bytes: memory of the waiting ones.
-    newest: number of the latest record.
+    part of the store or a refused log. counts: outcomes of the records that no longer wait. bytes: memory of the
+    waiting ones. newest: number of the latest record.
     """
 
     def __init__(self, max_bytes: int, max_entries: int, batch_entries: int) -> None:
@@ -119,15 +121,15 @@ class WaitingRecords:
         self._next_entries = self._batch_entries
         return list(self.in_flight)
 
-    def take_aside(self, part: str) -> list[QueuedRecord]:
-        """Put the first append that waits for a part in flight, and return it."""
-        items = self.aside.take(part)
+    def take_aside(self, target: Target) -> list[QueuedRecord]:
+        """Put the first append that waits for a target in flight, and return it."""
+        items = self.aside.take(target)
         self.in_flight += items
         return items
 
-    def take_other(self, part: str, session: str | None) -> list[QueuedRecord]:
-        """Put the first record of another session in flight, if the part is a log that counts as refused."""
-        items = self.aside.take_other(part, session) if self.aside.is_refused(part) else []
+    def take_other(self, target: Target, session: str | None) -> list[QueuedRecord]:
+        """Put the first record of another session in flight, if the target is a log that counts as refused."""
+        items = self.aside.take_other(target, session) if self.aside.is_refused(target) else []
         self.in_flight += items
         return items
 
@@ -146,29 +148,28 @@ class WaitingRecords:
         self._queue.extendleft(reversed(self._without(self._forgotten, self.in_flight)))
         self._end_flight_of(self.in_flight)
 
-    def set_aside(self, part: str, items: list[QueuedRecord], *, failed: bool = False) -> CircuitBreaker:
-        """Let an append wait for a part of the store that is away. Return the part's breaker. failed: it was tried."""
+    def set_aside(self, target: Target, items: list[QueuedRecord], *, failed: bool = False) -> None:
+        """Let an append wait for a target. failed: it was tried."""
         self.counts.failed += failed
-        breaker = self.aside.add(part, self._without(self._forgotten, items))
+        self.aside.add(target, self._without(self._forgotten, items))
         self._end_flight_of(items)
-        return breaker
 
-    def put_back(self, part: str, items: list[QueuedRecord], *, refused: bool) -> bool:
-        """Let a failed append wait again, in halves if it was refused. If it was a single refused record, give that up.
+    def put_back(self, target: Target, items: list[QueuedRecord], *, refused: bool) -> QueuedRecord | None:
+        """Let a failed append wait again, in halves if it was refused. Give up a record that was refused alone.
 
-        A record of a log that counts as refused waits, because the log is at fault. Return whether one was given up.
+        But if its log counts as refused, the log is at fault, and the record waits. Return the record given up, if any.
         """
         self.counts.failed += 1
-        alone = refused and len(items) == 1 and not self.aside.is_refused(part)
-        if alone:
+        given_up = items[0] if refused and len(items) == 1 and not self.aside.is_refused(target) else None
+        if given_up is not None:
             self.counts.refused += 1
-            self.bytes -= items[0].size
+            self.bytes -= given_up.size
         else:
             middle = len(items) // 2 if refused else 0
-            self.aside.add(part, self._without(self._forgotten, items[middle:]), again=True)
-            self.aside.add(part, self._without(self._forgotten, items[:middle]), again=True)
+            self.aside.add(target, self._without(self._forgotten, items[middle:]), again=True)
+            self.aside.add(target, self._without(self._forgotten, items[:middle]), again=True)
         self._end_flight_of(items)
-        return alone
+        return given_up
 
     def drop_all(self) -> int:
         """Drop the records that are not in flight. Return how many waited before, those in flight included."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from agentspec.cache.store.background.aside import QueuedRecord, is_log, log_part
+from agentspec.cache.store.background.aside import QueuedRecord, RefusedLog, StorePart, Target
 from agentspec.cache.store.background.breaker import CircuitBreaker
 from agentspec.cache.store.background.courtesy import Courtesy
 from agentspec.cache.store.background.trimmer import Trimmer
@@ -184,20 +184,24 @@ class BackgroundWriter:
         for item in batch:
             logs.setdefault(item.namespace, []).append(item)
         for namespace, items in logs.items():
-            if (away := self._records.aside.part_of(namespace, self._part)) is not None:
-                self._set_aside(away, items)
+            if (target := self._records.aside.target_of(namespace, self._part)) is not None:
+                with self._changing() as records:
+                    records.set_aside(target, items)
                 continue
             begin = time.monotonic()
             if (error := self._append(namespace, items)) is None:
                 continue
             if not isinstance(error, StoreUnavailableError):
-                self._put_back(log_part(namespace), items, error)
+                self._put_back(RefusedLog(namespace), items, error)
                 continue
-            part = self._part(namespace)
-            if not part:
+            part = StorePart(self._part(namespace))
+            if not part.name:
                 self._requeue(error, slow=time.monotonic() - begin > _SLOW_SECONDS)
                 return
-            if self._set_aside(part, items, failed=True).failure():
+            with self._changing() as records:
+                records.set_aside(part, items, failed=True)
+                newly_away = records.aside.breaker_of(part).failure()
+            if newly_away:
                 logger.warning("agentspec: a part of the store is lost (%s); the others are written to", error)
 
     def _part(self, namespace: str) -> str:
@@ -220,64 +224,60 @@ class BackgroundWriter:
         self._note_written(items, entries)
         return None
 
-    def _set_aside(self, part: str, items: list[QueuedRecord], *, failed: bool = False) -> CircuitBreaker:
-        with self._changing() as records:
-            return records.set_aside(part, items, failed=failed)
-
     def _write_aside(self, *, closing: bool = False) -> None:
-        """Write some of the records set aside, for the parts that may be tried now; if ``closing``, for all parts."""
+        """Write some of the records set aside, for the targets that may be tried now; if ``closing``, for all."""
         aside = self._records.aside
-        for part, breaker in aside.parts() if closing else aside.due():
+        for target, breaker in aside.targets() if closing else aside.due():
             for _ in range(self._max_entries if closing else _APPENDS):
                 if closing and self._deadline_is_over():
                     break
                 with self._changing() as records:
-                    items = records.take_aside(part)
+                    items = records.take_aside(target)
                 if not items:
                     break
                 error = self._append(items[0].namespace, items)
                 away = isinstance(error, StoreUnavailableError)
-                if error is None or (not away and self._takes_others(part, items)):
-                    self._note_back(part, breaker)
+                if error is None or (not away and self._takes_others(target, items)):
+                    self._note_back(target, breaker)
                 if error is not None:
-                    self._put_back(part, items, error)
+                    self._put_back(target, items, error)
                 if away:
                     breaker.failure()
                 if error is not None and breaker.state == "open":
                     break
 
-    def _takes_others(self, part: str, refused: list[QueuedRecord]) -> bool:
+    def _takes_others(self, target: Target, refused: list[QueuedRecord]) -> bool:
         """Return whether a log that counts as refused takes a record of another session than the one refused just now.
 
         Then the log is not at fault.
         """
         with self._changing() as records:
-            items = records.take_other(part, refused[0].record.session) if len(refused) == 1 else []
+            items = records.take_other(target, refused[0].record.session) if len(refused) == 1 else []
         if not items:
             return False
         error = self._append(items[0].namespace, items)
         if error is not None:
             with self._changing() as records:
-                records.put_back(part, items, refused=not isinstance(error, StoreUnavailableError))
+                records.put_back(target, items, refused=not isinstance(error, StoreUnavailableError))
         return error is None
 
-    def _note_back(self, part: str, breaker: CircuitBreaker) -> None:
+    def _note_back(self, target: Target, breaker: CircuitBreaker) -> None:
         if breaker.success():
-            what = f"the {part}" if is_log(part) else "a part of the store"
-            logger.warning("agentspec: %s is back; %d records wait for it", what, len(self._records.aside))
+            logger.warning("agentspec: %s is back; %d records wait for it", target, len(self._records.aside))
 
-    def _put_back(self, part: str, items: list[QueuedRecord], error: Exception) -> None:
+    def _put_back(self, target: Target, items: list[QueuedRecord], error: Exception) -> None:
         """Let a failed append wait again. A refused one waits in halves, until the bad record is alone and given up.
 
         After some such records in a row, the log counts as refused, and its records wait.
         """
         refused = not isinstance(error, StoreUnavailableError)
         with self._changing() as records:
-            if records.put_back(part, items, refused=refused):
+            if records.put_back(target, items, refused=refused) is not None:
                 self._log_refusal(error)
-            if refused and len(items) == 1 and is_log(part) and records.aside.add(part, ()).failure():
-                message = "agentspec: the %s is refused by the store (%s); its records wait, the other logs go on"
-                logger.warning(message, part, error)
+            alone = refused and len(items) == 1 and isinstance(target, RefusedLog)
+            if alone and records.aside.breaker_of(target).failure():
+                message = "agentspec: %s is refused by the store (%s); its records wait, the other logs go on"
+                logger.warning(message, target, error)
 
     def _encode_all(self, items: list[QueuedRecord]) -> list[NewEntry]:
         entries, courtesy = [], Courtesy()
