@@ -2,8 +2,9 @@
 
 import heapq
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from agentspec.cache.store.background.courtesy import Courtesy
 from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, Retention, Trimmed, Usage
@@ -18,47 +19,67 @@ _SESSION_BYTES = 400  # bytes that the server needs for a session beside its ent
 _EXPIRY_DAYS = 1.0  # payloads expire so long after the retention's age, in case no process is left to trim them
 
 
+class _Share(NamedTuple):
+    """Hold the most entries and bytes to remove from one log, and the time (in milliseconds) of the last; None: any."""
+
+    entries: int
+    bytes: int
+    until: int | None
+
+
 @dataclass(slots=True)
 class _Slice:
-    """Hold what one slice of trimming still has to remove, and count what it has removed."""
+    """Count the entries that one slice of trimming has removed, and their bytes."""
+
+    entries: int = 0
+    bytes: int = 0
+
+    def has_room(self) -> bool:
+        """Return whether the slice may remove more."""
+        return self.entries < SLICE_ENTRIES and self.bytes < SLICE_BYTES
+
+    def rest(self, until: int | None) -> _Share:
+        """Return what the slice may still remove."""
+        return _Share(SLICE_ENTRIES - self.entries, SLICE_BYTES - self.bytes, until)
+
+
+@dataclass(frozen=True, slots=True)
+class _AgeLimit:
+    """Remove all entries up to a time."""
 
     cutoff: int
-    """Remove all entries up to this time, in milliseconds since the epoch; -1: none for their age."""
-    records: int = 0
-    """Further entries to remove, the oldest first."""
-    bytes: int = 0
-    """Further bytes to remove."""
-    removed: int = 0
-    """Entries removed so far."""
-    room: int = SLICE_BYTES
-    """Bytes that this slice may still remove."""
 
-    def takes(self, written: int) -> bool:
-        """Return whether this slice removes the oldest entry of all. written: its time, in milliseconds."""
-        is_room = self.removed < SLICE_ENTRIES and self.room > 0
-        return is_room and (written <= self.cutoff or self.records > 0 or self.bytes > 0)
+    def is_exceeded(self, piece: _Slice, oldest: int) -> bool:
+        """Return whether the oldest entry of all, of this time, is to be removed."""
+        return oldest <= self.cutoff
 
-    def share(self, written: int, next_log: int | None) -> tuple[int, int, int | None]:
-        """Return what to remove from the log with the oldest entry: most entries, most bytes, and up to which time.
+    def share(self, piece: _Slice, next_log: int | None) -> _Share:
+        """Return what to remove from the log with the oldest entry.
 
-        written: time of that entry. next_log: time of the oldest entry in the other logs; None: there is none. All
-        times are in milliseconds.
+        next_log: time of the oldest entry in the other logs; None: there is none.
         """
-        entries, size = SLICE_ENTRIES - self.removed, self.room
-        if written <= self.cutoff:
-            return entries, size, self.cutoff if next_log is None else min(next_log, self.cutoff)
-        if self.bytes <= 0:
-            entries = min(entries, self.records)
-        if self.records <= 0:
-            size = min(size, self.bytes)
-        return entries, size, next_log
+        return piece.rest(self.cutoff if next_log is None else min(next_log, self.cutoff))
 
-    def note(self, entries: int, size: int) -> None:
-        """Count removed entries and their bytes."""
-        self.removed += entries
-        self.room -= size
-        self.records -= entries
-        self.bytes -= size
+
+@dataclass(frozen=True, slots=True)
+class _SizeLimit:
+    """Remove so many entries, and so many bytes, including those that the slice has removed for their age."""
+
+    entries: int
+    bytes: int
+
+    def is_exceeded(self, piece: _Slice, oldest: int = 0) -> bool:
+        """Return whether entries of any time are to be removed."""
+        return piece.entries < self.entries or piece.bytes < self.bytes
+
+    def share(self, piece: _Slice, next_log: int | None) -> _Share:
+        """Return what to remove from the log with the oldest entry, as for `_AgeLimit`."""
+        entries, size, until = piece.rest(next_log)
+        if piece.bytes >= self.bytes:
+            entries = min(entries, self.entries - piece.entries)
+        if piece.entries >= self.entries:
+            size = min(size, self.bytes - piece.bytes)
+        return _Share(entries, size, until)
 
 
 class Trimming:
@@ -89,14 +110,14 @@ class Trimming:
         except StoreUnavailableError as error:  # perhaps only one node is away, so the logs of the others are trimmed
             unended = error
         self._audit()
-        cutoff = -1
+        age = None
         if days is not None:
             seconds, microseconds = map(int, self._client.command("TIME"))
-            cutoff = max(0, int((seconds - days * 86_400) * 1000) + microseconds // 1000)
+            age = _AgeLimit(max(0, int((seconds - days * 86_400) * 1000) + microseconds // 1000))
         held = Usage(0, 0) if retention.records is None and retention.bytes is None else self.usage()
         count = 0 if retention.records is None else held.records - retention.records
         size = 0 if retention.bytes is None else held.bytes - retention.bytes
-        removed = self._trim_oldest(_Slice(cutoff), count, size)
+        removed = self._trim_oldest(age, _SizeLimit(count, size))
         if unended is not None and not removed:
             raise unended
         return Trimmed(removed, removed > 0)
@@ -143,57 +164,54 @@ class Trimming:
                 logger.debug("agentspec: a log could not be looked at: %s", error)
             courtesy.pause()
 
-    def _trim_oldest(self, piece: _Slice, records: int, size: int) -> int:
-        """Remove the entries that are too old, then ``records`` entries and ``size`` bytes of the larger logs.
+    def _trim_oldest(self, age: _AgeLimit | None, size: _SizeLimit) -> int:
+        """Remove the entries that are too old, and then the oldest of the larger logs. Return how many were removed.
 
-        Return how many were removed. Logs on a node that does not answer stay for now.
+        Logs on a node that does not answer stay for now.
         """
-        away: dict[str, StoreUnavailableError] = {}  # by part of the store
-        if piece.cutoff >= 0:
-            self._remove(piece, self._index.oldest(SLICE_ENTRIES), away)
-        piece.cutoff, piece.records, piece.bytes = -1, piece.records + records, piece.bytes + size
-        if piece.takes(0):
+        piece, away = _Slice(), dict[str, StoreUnavailableError]()  # errors by part of the store
+        if age is not None:
+            self._remove(age, piece, self._index.oldest(SLICE_ENTRIES), {}, away)
+        if piece.has_room() and size.is_exceeded(piece):
             may_go, oldest = self._index.oldest_of_larger(SLICE_ENTRIES)
-            self._remove(piece, oldest, away, may_go)
-        if away and not piece.removed:
+            self._remove(size, piece, oldest, may_go, away)
+        if away and not piece.entries:
             raise next(iter(away.values()))
-        return piece.removed
+        return piece.entries
 
     def _remove(
         self,
+        limit: _AgeLimit | _SizeLimit,
         piece: _Slice,
         oldest: list[tuple[int, str]],
+        may_go: dict[str, int],
         away: dict[str, StoreUnavailableError],
-        may_go: Mapping[str, int] | None = None,
     ) -> None:
-        """Remove the oldest entries of these shards together, within the limits of ``piece``.
+        """Remove the oldest entries of these shards together, as far as the limit is exceeded and ``piece`` has room.
 
-        oldest: a heap of (time of the oldest entry, shard's name). away: errors of parts of the store, by part; the
-        call adds new ones. may_go: how many bytes of a shard may go; all of one that it does not name.
+        oldest: a heap of (time of the oldest entry, shard's name). may_go: how many bytes of a shard may go; all of one
+        that it does not name. away: errors of parts of the store, by part. The call changes the last three.
         """
-        left = dict(may_go or {})
-        while oldest and piece.takes(oldest[0][0]):
-            written, name = oldest[0]
-            next_log = min((head for head, _ in oldest[1:3]), default=None)
-            shard, went, state = self._shard(name), 0, None
-            part = self._client.part(shard.tag)
-            if part not in away:
-                try:
-                    entries, size, until = piece.share(written, next_log)
-                    went, freed, state = shard.trim(entries, min(size, left.get(name, size)), until)
-                except StoreUnavailableError as error:
-                    away[part] = error
-                except StoreError as error:  # of this shard
-                    logger.debug("agentspec: a log could not be trimmed: %s", error)
-            if state is not None:
-                self._index.note(name, state)
-                piece.note(went, freed)
-                if name in left:
-                    left[name] -= freed
-            if went and state is not None and state.oldest is not None and left.get(name, 1) > 0:
-                heapq.heapreplace(oldest, (state.oldest, name))
-            else:
-                heapq.heappop(oldest)
+        while oldest and piece.has_room() and limit.is_exceeded(piece, oldest[0][0]):
+            _, name = heapq.heappop(oldest)
+            entries, size, until = limit.share(piece, oldest[0][0] if oldest else None)
+            shard = self._shard(name)
+            if (part := self._client.part(shard.tag)) in away:
+                continue
+            try:
+                removed, freed, state = shard.trim(entries, min(size, may_go.get(name, size)), until)
+            except StoreUnavailableError as error:
+                away[part] = error
+                continue
+            except StoreError as error:  # of this shard
+                logger.debug("agentspec: a log could not be trimmed: %s", error)
+                continue
+            self._index.note(name, state)
+            piece.entries, piece.bytes = piece.entries + removed, piece.bytes + freed
+            if name in may_go:
+                may_go[name] -= freed
+            if removed and state.oldest is not None and may_go.get(name, 1) > 0:
+                heapq.heappush(oldest, (state.oldest, name))
 
     def _shard(self, name: str) -> RedisShard:
         """Return the shard of this name in the index."""
