@@ -1,6 +1,7 @@
 """Load sessions, groups and tenants' corpora from the store, in the background of a running server."""
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # stores work without the compiled core
 
 logger = logging.getLogger(__name__)
 
-_SLICE = 64  # records in a batch, and entries of a corpus that are read before the loader looks for other requests
+_BATCH_ENTRIES = 64  # most entries in a batch; after each batch of a corpus the loader looks for other requests
 _BATCH_BYTES = 1 << 20  # about the most bytes in a batch
 _WHOLE_BYTES = 4 << 20  # most bytes of a session that is delivered in one batch; a larger one comes in several
 _PREPARED_TOKENS = 100_000  # a session of at least so many tokens in one batch is indexed before it is delivered
@@ -101,9 +102,8 @@ class BackgroundLoader:
         self._requests: deque[_Job] = deque()
         self._corpora: deque[_Job] = deque()
         self._requested: set[Wanted] = set()  # sessions and groups until their read begins, corpora until all was taken
-        # Sessions and groups until all their records were taken, and how many records to read again then: 0 unless a
-        # request came while they were read or waited.
-        self._untaken: dict[Wanted, int] = {}
+        self._untaken: set[Wanted] = set()  # sessions and groups until all their records were taken
+        self._again: dict[Wanted, int] = {}  # those of them to read again then, and how many records
         self._current: _Job | None = None
         self._counts = LoaderStats()
         self._closed = self._failure_logged = False
@@ -124,7 +124,7 @@ class BackgroundLoader:
             if wanted in self._requested:
                 return True
             if wanted in self._untaken:
-                self._untaken[wanted] = newest
+                self._again[wanted] = newest
                 return True
             if len(self._queue_of(wanted)) >= self._max_pending:
                 self._counts.refused += 1
@@ -215,7 +215,7 @@ class BackgroundLoader:
             return None
 
     def _load(self, job: _Job) -> bool:
-        """Deliver a session or group, or one slice of a corpus. Returns whether the job is done."""
+        """Deliver a session or group, or one batch of a corpus. Returns whether the job is done."""
         if job.entries is None:
             wanted = job.wanted
             self._before_read(wanted.namespace, wanted.tenant)
@@ -228,19 +228,22 @@ class BackgroundLoader:
                 newest=job.newest,
             )
             job.entries = self._reader.read(entries)
-        seen, courtesy = 0, Courtesy()
-        loaded, whole = Loaded(job.wanted), job.after is None and job.wanted.session is not None
+        done = self._load_batch(job, job.entries)
+        while not (done or job.wanted.is_corpus):
+            done = self._load_batch(job, job.entries)
+        return done
+
+    def _load_batch(self, job: _Job, entries: Iterator[tuple[Entry, Record | None]]) -> bool:
+        """Deliver the next records together, a whole session if it is not too large. Returns whether none is left."""
+        whole = job.wanted.session is not None and job.after is None
+        most, most_bytes = (sys.maxsize, self._whole_bytes) if whole else (_BATCH_ENTRIES, _BATCH_BYTES)
+        loaded, courtesy = Loaded(job.wanted), Courtesy()
         try:
-            for entry, record in job.entries:
-                seen += 1
+            for seen, (entry, record) in enumerate(entries, 1):
                 if isinstance(record, TurnRecord):
                     loaded.add(record)
                 job.after, job.tries = entry.sequence, 0
-                full = loaded.size >= self._whole_bytes if whole else _is_slice(loaded)
-                if full:
-                    self._publish(job, loaded)
-                    loaded, whole = Loaded(job.wanted), False
-                if job.wanted.is_corpus and seen >= _SLICE:
+                if seen == most or loaded.size >= most_bytes:
                     return False
                 courtesy.pause()
             if whole and sum(record.tokens for record in loaded.records) >= _PREPARED_TOKENS:
@@ -261,7 +264,7 @@ class BackgroundLoader:
     def _queue(self, job: _Job) -> None:
         self._requested.add(job.wanted)
         if not job.wanted.is_corpus:
-            self._untaken.setdefault(job.wanted, 0)
+            self._untaken.add(job.wanted)
         self._queue_of(job.wanted).append(job)
         self._wake.notify()
 
@@ -270,8 +273,10 @@ class BackgroundLoader:
         if wanted.is_corpus:
             self._requested.discard(wanted)
             self._counts.corpora -= 1
-        elif newest := self._untaken.pop(wanted, 0):
-            self._queue(_Job(wanted, newest))
+            return
+        self._untaken.discard(wanted)
+        if wanted in self._again:
+            self._queue(_Job(wanted, self._again.pop(wanted)))
 
     def _put_off(self, job: _Job, error: Exception) -> None:
         """Queue a failed job again, behind the others, if a retry may help. It goes on behind the last entry read."""
@@ -306,7 +311,3 @@ class BackgroundLoader:
         except Exception:
             return False
         return True
-
-
-def _is_slice(loaded: Loaded) -> bool:
-    return len(loaded.records) >= _SLICE or loaded.size >= _BATCH_BYTES
