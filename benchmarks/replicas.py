@@ -37,7 +37,7 @@ from agentspec.cache.store import LogNames, open_store
 from agentspec.cache.types import Scope
 from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence, SessionHolder
 from agentspec.simulate import Figures, simulate
 from agentspec.testing.redis_server import RedisServer
 
@@ -71,7 +71,7 @@ class Replica(SuffixCache):
         self._log = log
         self._identities: dict[str, Identity] = {}
         self.persistence = Persistence(self, open_store(log.url), NAMES, preload=_ALL)
-        self.persistence.follow(self.remove_session)
+        self.persistence.follow(SessionHolder())
         self.persistence.warm_up(_WAIT_SECONDS)
 
     def settle(self) -> None:

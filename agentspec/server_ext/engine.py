@@ -24,7 +24,7 @@ from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
 from agentspec.server_ext.persistence.persistence import Persistence
-from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, keep_snapshot
+from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper
 from agentspec.server_ext.pricing import EngineLimits, StepPricing
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
 from agentspec.server_ext.requests.cached import CachedRequests
@@ -91,10 +91,10 @@ class DraftingEngine:
         self._sessions = SessionAdmin(
             persistence, self._requests.states, self._traces, self._step_record, self._delete_snapshot
         )
-        persistence.follow(self._sessions.erased_elsewhere)
+        persistence.follow(self._sessions)
         self._keeper: SnapshotKeeper | None = None
         if snapshot is not None:
-            self._keeper = keep_snapshot(snapshot, persistence, settings, note=self.pricing.cost.dump)
+            self._keeper = SnapshotKeeper.of_engine(snapshot, persistence, settings, note=self.pricing.cost.dump)
         self._public: PublicCorpus | None = None
         if settings.public is not None:
             self._public = PublicCorpus(settings.public, self.cache, shares.cache // 2, tokenize)

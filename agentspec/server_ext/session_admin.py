@@ -7,7 +7,7 @@ for its answer. Sessions are named by their keys (`Identity.session`), which the
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -16,7 +16,7 @@ from agentspec.cache.store import Erasure, Store
 from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.figures.step_record import StepRecord
 from agentspec.server_ext.figures.traces import Traces
-from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence, SessionHolder
 from agentspec.server_ext.step import RequestState
 from agentspec.server_ext.stored_sessions import StoredSessions
 
@@ -71,7 +71,7 @@ class _Job:
             raise StoreUnavailableError("nobody waits for this answer any more")
 
 
-class SessionAdmin:
+class SessionAdmin(SessionHolder):
     """Run jobs on the sessions of one engine.
 
     states: returns the states of the engine's requests. traces, step_record: name sessions, which are erased there too;
@@ -167,13 +167,19 @@ class SessionAdmin:
             what += "; the session may be forgotten here, but what was stored of it is not erased"
         return StoreUnavailableError(f"{what}; try again later (the server's log says why)")
 
-    def erased_elsewhere(self, tenant: str | None, session: str) -> None:
-        """Remove a session here that another process has erased in the store. Any thread may call it."""
-        self._blank(session)
-        self._cache.remove_session(tenant, session)
-        self._erase_traces(session, {tenant})
-        with contextlib.suppress(StoreError):  # the next start asks the store what was erased
-            self._delete_snapshot()
+    def forget_session(self, session: str) -> tuple[Future[None], ...]:
+        """Forget a session in traces and the step record. Later lines about its requests do not name it."""
+        self.forget_drafts(session, ())
+        for state in self._states_of(session):
+            state.identity = replace(state.identity, session=None, session_name=None)
+        return () if self._step_record is None else (self._step_record.erase(session),)
+
+    def forget_drafts(self, session: str, tenants: Collection[str | None]) -> None:
+        if self._traces is not None:
+            self._traces.erase(session, tenants)
+
+    def delete_snapshots(self) -> None:
+        self._delete_snapshot()
 
     def _make_room(self, owner: str | None) -> None:
         """Forget jobs whose askers are gone. Raises StoreUnavailableError where too many others wait."""
@@ -186,7 +192,10 @@ class SessionAdmin:
     def _submit(self, begun: _Job, owner: str | None, what: str, *args: Any) -> tuple[Future[Any], ...]:
         """Begin a job. Return its futures, as _Job holds them."""
         if what == "erase":
-            return self._erase(owner, *args)
+            session, tenants = args
+            erasure = self._persistence.erase(session, tenants, owner)
+            # Only now that the erasure was accepted, because one that is refused must change nothing.
+            return erasure, *self.forget_session(session)
         if what == "settle":
             return (self._persistence.submit(lambda _: self._persistence.settle(_SETTLE_SECONDS), owner),)
         if what == "tenants":
@@ -204,43 +213,6 @@ class SessionAdmin:
             return _next_slice(begun)
 
         return (self._persistence.submit(run, owner),)
-
-    def _erase(self, owner: str | None, session: str, tenants: Sequence[str | None]) -> tuple[Future[Any], ...]:
-        """Erase a session from cache, traces, step record, snapshots and store."""
-        undeleted: list[StoreError] = []  # why a snapshot stays; told when the store has erased the session
-
-        def forget() -> set[str | None]:
-            known = self._cache.tenants()  # the cache may hold turns that the store never got, or no longer has
-            held = {tenant for tenant in known if self._cache.has_session(tenant, session)}
-            for tenant in {*tenants, *known}:
-                self._cache.remove_session(tenant, session)
-            self._erase_traces(session, {*tenants, *held})
-            try:
-                self._delete_snapshot()
-            except StoreError as error:
-                undeleted.append(error)
-            return held
-
-        erasure = self._persistence.erase(session, tenants, forget, owner)
-        # Blank only now that the erasure was accepted, because one that is refused must change nothing.
-        blanked = self._blank(session)
-        snapshots: Future[None] = Future()
-        erasure.add_done_callback(
-            lambda _: snapshots.set_exception(undeleted[0]) if undeleted else snapshots.set_result(None)
-        )
-        return erasure, snapshots, *blanked
-
-    def _blank(self, session: str) -> tuple[Future[None], ...]:
-        """Remove a session from traces and the step record. Later lines about its requests do not name it."""
-        self._erase_traces(session, ())
-        for state in self._states_of(session):
-            state.identity = replace(state.identity, session=None, session_name=None)
-        return () if self._step_record is None else (self._step_record.erase(session),)
-
-    def _erase_traces(self, session: str, tenants: Collection[str | None]) -> None:
-        """Erase a session from the traces: its own, and those of the tenants that may have drafted from it."""
-        if self._traces is not None:
-            self._traces.erase(session, tenants)
 
     def _states_of(self, session: str) -> list[RequestState]:
         return [state for state in self._states() if state.identity.session == session]

@@ -91,6 +91,11 @@ class Replica:
     def follower(self, name: str) -> int:
         return int(self.persistence.stats()["follower"][name])
 
+    def place(self) -> str | None:
+        """Return the cursor up to which the tenant's erasures are known."""
+        assert self.persistence.snapshot_erasures is not None
+        return self.persistence.snapshot_erasures.places().get(NS)
+
     def wait(self, condition: Callable[[], object]) -> None:
         """Take steps until the condition holds."""
         wait_until(lambda: (self.step(), condition())[1])
@@ -98,7 +103,7 @@ class Replica:
     def stop(self) -> None:
         """Close the engine after it has read its own turns, so that its snapshot holds them."""
         assert self.persistence._writer.flush(60)
-        wait_until(lambda: self.persistence.places().get(NS) == self.store.newest(NS))
+        wait_until(lambda: self.place() == self.store.newest(NS))
         self.engine.close()
 
     def erase(self, session: str) -> None:

@@ -1,12 +1,13 @@
 """Help the tests of persistence: a cache and its persistence on a store that fails as told."""
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.store import RecordReader, Store, TurnRecord
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence, SessionHolder
 from tests.store.flaky import store
 from tests.store.helpers import LOGS, wait_until
 
@@ -14,6 +15,16 @@ __all__ = ["store"]
 
 TENANT = "t"
 NS = LOGS.of(TENANT)
+
+
+class Holder(SessionHolder):
+    """Call a function in the middle of each erasure."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+
+    def forget_drafts(self, session: str, tenants: Collection[str | None]) -> None:
+        self._act()
 
 
 class Engine:

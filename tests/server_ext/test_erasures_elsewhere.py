@@ -143,7 +143,7 @@ def test_an_erasure_is_known_as_this_processs_own_also_where_it_is_read_at_once(
     a = start()
     a.say([1, 2, 3], text(100))
     assert a.persistence._writer.flush(60)
-    wait_until(lambda: a.persistence.places().get(NS) == a.store.newest(NS))
+    wait_until(lambda: a.place() == a.store.newest(NS))
     erase_session = a.store.erase_session
 
     def slow(*args: Any, **options: Any) -> Any:
@@ -153,7 +153,7 @@ def test_an_erasure_is_known_as_this_processs_own_also_where_it_is_read_at_once(
 
     monkeypatch.setattr(a.store, "erase_session", slow)
     a.erase("s")
-    wait_until(lambda: a.persistence.places()[NS] == a.store.newest(NS))
+    wait_until(lambda: a.place() == a.store.newest(NS))
     assert a.follower("erased") == 0
 
 
@@ -372,7 +372,7 @@ def test_what_retention_took_while_a_process_could_not_read_it_may_have_been_an_
     meet(here, elsewhere)
     here.say([1, 2, 3], text(100))
     assert here.persistence._writer.flush(60)
-    wait_until(lambda: here.persistence.places()[NS] == here.store.newest(NS))
+    wait_until(lambda: here.place() == here.store.newest(NS))
     away = threading.Event()
 
     def wait(*_: object) -> list[str]:

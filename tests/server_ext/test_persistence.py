@@ -24,9 +24,10 @@ from agentspec.cache.store import (
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
-from tests.store.helpers import LOGS, FlakyStore, unwritable, wait_until
+from agentspec.server_ext.persistence.turn_records import turn_of
+from tests.store.helpers import LOGS, FlakyStore, turn, unwritable, wait_until
 
-from .stored_engine import NS, TENANT, Engine, prompts, records, store, text
+from .stored_engine import NS, TENANT, Engine, Holder, prompts, records, store, text
 
 __all__ = ["store"]
 
@@ -118,13 +119,11 @@ def test_a_log_counts_for_the_owner_of_its_tenant(monkeypatch: pytest.MonkeyPatc
 
 def test_an_erasure_waits_for_a_turn_that_is_on_its_way_into_the_cache() -> None:
     engine, forgotten, goes_on = Engine(MemoryStore()), threading.Event(), threading.Event()
-
-    def forget() -> list[str | None]:
-        forgotten.set()
-        return ["held"]  # the store has nothing under this tenant, but other processes may run its requests
-
+    engine.persistence.follow(Holder(forgotten.set))
+    # The store has nothing under this tenant, but other processes may run its requests.
+    engine.cache.restore(replace(turn_of(turn("s", 1)), tenant="held"))
     engine.persistence.submit(lambda store: goes_on.wait(60))  # the erasure waits behind this job
-    erasure = engine.persistence.erase("s", [TENANT], forget)
+    erasure = engine.persistence.erase("s", [TENANT])
     with engine.persistence._turns._applying:
         goes_on.set()
         assert not forgotten.wait(0.2)

@@ -18,8 +18,9 @@ import pytest
 from agentspec.cache.store import Retention, SQLiteStore, snapshot_path
 from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.persistence.snapshot_erasures import SnapshotErasures
 from agentspec.server_ext.persistence.turn_records import turn_of
-from agentspec.server_ext.persistence.warm_restart import keep_snapshot
+from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper
 from agentspec.server_ext.settings import Settings
 from tests.store.helpers import LOGS, turn, wait_until
 
@@ -78,7 +79,7 @@ replica = Replica(f"sqlite:///{folder}/log.db", snapshot=folder / "snapshot")
 replica.say([1, 2, 3], text(100))
 replica.say([1, 2, 3], text(200), "kept")
 replica.persistence._writer.flush(60)
-while replica.persistence.places().get(NS) != replica.store.newest(NS):
+while replica.place() != replica.store.newest(NS):
     pass
 save = SuffixCache.save
 
@@ -117,14 +118,14 @@ def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_
     elsewhere.erase("s")
     elsewhere.say([1, 2, 3], text(200))
     assert elsewhere.persistence._writer.flush(60)
-    check = Persistence.catch_up_erasures
+    catch_up = SnapshotErasures.catch_up
 
-    def late(persistence: Persistence, places: Mapping[str, str]) -> bool:
+    def late(erasures: SnapshotErasures, places: Mapping[str, str]) -> bool:
         if followed:
-            persistence._begin_following(NS, TENANT)
-        return check(persistence, places)
+            erasures._follower.begin(NS, TENANT)
+        return catch_up(erasures, places)
 
-    monkeypatch.setattr(Persistence, "catch_up_erasures", late)
+    monkeypatch.setattr(SnapshotErasures, "catch_up", late)
     again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
     again.begin([4, 5], "s")
@@ -138,7 +139,6 @@ def test_nothing_is_drafted_from_a_snapshot_before_it_is_known_what_was_erased(
 ) -> None:
     """The start waits for the store only so long; then requests come."""
     from agentspec.cache.store import SQLiteStore
-    from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper
 
     first, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     first.say([1, 2, 3], text(100))
@@ -183,7 +183,7 @@ def test_a_snapshot_takes_no_more_than_the_store_may(tmp_path: Path) -> None:
     persistence = in_memory(settings)
     large = replace(turn("s", 1), response=np.arange(200_000, dtype=np.int32) % 1000)
     persistence.cache.restore(turn_of(large))
-    keeper = keep_snapshot(tmp_path / "snapshot", persistence, settings, note=bytes)
+    keeper = SnapshotKeeper.of_engine(tmp_path / "snapshot", persistence, settings, note=bytes)
     keeper.wait_loaded(60)
     assert not keeper.save() and not (tmp_path / "snapshot").exists()
     keeper.close()
@@ -285,7 +285,7 @@ def test_a_snapshot_that_cannot_be_deleted_keeps_a_session_nowhere_else(
     here.say([1, 2, 3], text(100))
     here.say([1, 2, 3], text(300), "stays")
     assert here.persistence._writer.flush(60)
-    wait_until(lambda: here.persistence.places().get(NS) == here.store.newest(NS))
+    wait_until(lambda: here.place() == here.store.newest(NS))
     assert here.engine._keeper is not None and here.engine._keeper.save()
     unlink = Path.unlink
 

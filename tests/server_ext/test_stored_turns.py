@@ -4,15 +4,19 @@ import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from agentspec.cache import FinishedTurn, SuffixCache
 from agentspec.cache.store import BackgroundLoader, Erasure, Loaded, MemoryStore, RecordReader, Wanted
 from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.persistence.snapshot_erasures import SnapshotErasures
 from agentspec.server_ext.persistence.stored_turns import StoredTurns
 from agentspec.server_ext.persistence.turn_records import turn_of
 from tests.store.helpers import LOGS, NS, FlakyStore, number_of, turn, wait_until
+
+from .stored_engine import Holder
 
 
 def test_the_rest_of_what_was_loaded_is_still_to_be_applied() -> None:
@@ -205,12 +209,12 @@ def test_what_was_read_while_its_session_was_erased_is_not_applied_after_that() 
     cache = SuffixCache()
     persistence = Persistence(cache, MemoryStore(), LOGS, preload=0)
 
-    def forget() -> list[str | None]:
-        read = [turn("a", 1, group="g"), turn("b", 2, group="g")]
-        persistence._loader.ready.put(Loaded(Wanted(LOGS.of(None), group="g"), read), set())
-        return []
+    def read() -> None:
+        records = [turn("a", 1, group="g"), turn("b", 2, group="g")]
+        persistence._loader.ready.put(Loaded(Wanted(LOGS.of(None), group="g"), records), set())
 
-    persistence.erase("b", [None], forget).result(60)
+    persistence.follow(Holder(read))
+    persistence.erase("b", [None]).result(60)
     assert persistence.apply_loaded(1.0) == 1
     assert cache.has_session(None, "a") and not cache.has_session(None, "b")
     persistence.close()
@@ -230,7 +234,7 @@ def test_what_was_read_while_its_session_was_erased_again_is_not_applied_after_t
         return erase(log, session)
 
     monkeypatch.setattr(store, "erase_session", erase_session)
-    persistence._erase_again(None, "b", lambda tenant, session: None)
+    persistence._erase_again(None, "b")
     assert persistence.apply_loaded(1.0) == 1
     assert cache.has_session(None, "a") and not cache.has_session(None, "b")
     persistence.close()
@@ -250,6 +254,7 @@ def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_st
     store, erased, newest = FlakyStore(), threading.Event(), list[int]()
     store.gate.clear()
     persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
+    persistence.follow(Holder(erased.set))
     persistence._writer.put(NS, turn("in flight", 1))
     wait_until(lambda: persistence._writer._records.in_flight)
     for number in range(3):
@@ -257,7 +262,7 @@ def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_st
         persistence._writer.put(NS, turn("s", number))
 
     def erase() -> None:
-        newest.append(persistence._follow_erasure(None, "s", lambda tenant, session: erased.set()))
+        newest.append(persistence._forget_session(None, "s"))
 
     with persistence._turns._applying:
         thread = threading.Thread(target=erase, daemon=True)
@@ -273,20 +278,17 @@ def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_st
 
 
 def test_a_snapshots_tenants_are_forgotten_unless_all_their_erasures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.server_ext.persistence.persistence.MAX_LOGS", 3)
-    follower = SimpleNamespace(catch_up=lambda *_, **__: None, stats=lambda: SimpleNamespace(erased=0))
-    cache = SuffixCache()
-    persistence = Persistence(cache, MemoryStore(), LOGS, preload=0)
-    monkeypatch.setattr(persistence, "_follower", follower)
+    monkeypatch.setattr("agentspec.server_ext.persistence.snapshot_erasures.MAX_LOGS", 3)
+    follower: Any = SimpleNamespace(catch_up=lambda *_, **__: None, stats=lambda: SimpleNamespace(erased=0))
+    cache, store = SuffixCache(), MemoryStore()
+    erasures = SnapshotErasures(cache, store, LOGS, follower)
     histories = {"told": "whole", "trimmed": "trimmed", "new": "whole"}
-    monkeypatch.setattr(
-        persistence._store, "history", lambda log, _: {LOGS.of(name): told for name, told in histories.items()}[log]
-    )
+    monkeypatch.setattr(store, "history", lambda log, _: {LOGS.of(name): told for name, told in histories.items()}[log])
     for tenant in ("one too many", *histories):
         cache.restore(replace(turn_of(turn("s", 1)), tenant=tenant))
     assert cache.tenants() == ["one too many", *histories]
     places = {LOGS.of(tenant): "" for tenant in ("one too many", "told", "trimmed")}
-    assert persistence.catch_up_erasures(places)
+    assert erasures.catch_up(places)
     assert cache.tenants() == ["told"]
-    assert not persistence.catch_up_erasures(places)
+    assert not erasures.catch_up(places)
     assert cache.tenants() == ["told"]

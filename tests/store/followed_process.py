@@ -38,10 +38,10 @@ class Process:
             self.store,
             OTHER,
             take=self.take,
-            erase=self.erase,
+            forget_session=self.erase,
             erase_again=self.erase_again,
             learn=self.learn,
-            forget=self.forget,
+            forget_tenant=self.forget,
             max_logs=3,
             breaker=CircuitBreaker(threshold=2, first_pause=0.2, max_pause=0.2),
         )

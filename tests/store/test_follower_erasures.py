@@ -170,7 +170,7 @@ def test_no_tombstone_waits_for_this_process_s_own_records(process: Process, mon
         skipped_before.append(process.follower.stats().skipped)
         return 0
 
-    monkeypatch.setattr(process.follower, "_erase", erase)
+    monkeypatch.setattr(process.follower, "_forget_session", erase)
     process.store.gate.clear()
     process.begin(NS, "t")
     process.store.append_ungated(NS, [entry_of(turn("own", number, writer=OTHER)) for number in range(100)])

@@ -279,9 +279,9 @@ def test_a_log_of_several_shards_is_followed(sharded: tuple[RedisServer, RedisSt
         store,
         "f" * 16,
         take=lambda _, record: taken.append(number_of(record)),
-        erase=erase,
+        forget_session=erase,
         erase_again=lambda *_: None,
-        forget=lambda _: True,
+        forget_tenant=lambda _: True,
     )
     try:
         store.append(NS, [entry_of(turn("a", 1))])

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -30,11 +30,11 @@ from agentspec.cache.store import (
     TurnRecord,
     Wanted,
 )
-from agentspec.cache.store.background.follower import MAX_LOGS
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.cache.types import DEFAULT_MAX_BYTES
-from agentspec.errors import StoreUnavailableError
+from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.persistence.snapshot_erasures import SnapshotErasures
 from agentspec.server_ext.persistence.stored_turns import StoredTurns
 from agentspec.server_ext.persistence.turn_records import record_of, turn_of
 from agentspec.server_ext.settings import MemoryShares
@@ -47,8 +47,6 @@ _SETTLE_SECONDS = 1.0
 """Longest time that closing waits for erasures of sessions whose turns came late to the store."""
 _LEARNED_TOKENS = 2048
 """Tokens of another process's response that are learned from, at most: the turns behind it wait meanwhile."""
-_FORGET_SECONDS = 0.05
-"""Pause between two looks at whether a tenant has requests."""
 _PAUSE_SECONDS = 0.002
 """Pause between two looks at how far the loader is."""
 _WARM_UP_SECONDS = 0.1
@@ -57,12 +55,26 @@ _WARM_UP_SECONDS = 0.1
 Result = TypeVar("Result")
 
 
+class SessionHolder:
+    """Forget what a process holds of erased sessions beside its cache: here, nothing. Any thread may call it."""
+
+    def forget_session(self, session: str) -> object:
+        """Forget a session's name, and let its running requests leave nothing of it behind."""
+
+    def forget_drafts(self, session: str, tenants: Collection[str | None]) -> None:
+        """Forget drafts of a session's text, of its own requests and of those of these tenants."""
+
+    def delete_snapshots(self) -> None:
+        """Delete the files that may hold a session which has left the cache. Raises StoreError."""
+
+
 class Persistence:
     """Move turns between an engine's cache and the logs of a model in the store, one for each tenant.
 
     logs: their names. preload: how many of a tenant's newest turns to load into its corpus. retention: limits of the
     store; None: this process removes nothing from it. queue_bytes: limit of the records that wait to be written, and of
-    those that wait to be applied. The engine's thread makes all calls but those that say otherwise, and ``stats``.
+    those that wait to be applied. snapshot_erasures: None if nothing is followed. The engine's thread makes all calls
+    but those that say otherwise, and ``stats``.
     """
 
     def __init__(
@@ -84,61 +96,31 @@ class Persistence:
         )
         self._turns = StoredTurns(cache, self._loader, self._is_erased)
         self._follower: Follower | None = None
+        self.snapshot_erasures: SnapshotErasures | None = None
         self._jobs = StoreJobs(store)
+        self._holder = SessionHolder()
         self._writer_id = secrets.token_hex(8)
         self._number = 0
-        self._outdated: frozenset[str | None] = frozenset()  # the tenant of a snapshot that is to be forgotten
 
-    def follow(self, erased: Callable[[str | None, str], None]) -> None:
+    def follow(self, holder: SessionHolder) -> None:
         """Apply from now on what other processes store and erase, in a thread. Call it once, before any load.
 
-        erased(tenant, session): removes a session from the cache and whatever else holds it, in the follower's thread.
-        A store in this process's memory has no other writers, so there is nothing to follow.
+        holder: what else of this process must forget a session that is erased, here or elsewhere. A store in this
+        process's memory has no other writers, so there is nothing to follow.
         """
+        self._holder = holder
         if not self._store.shared:
             return
         self._follower = Follower(
             self._store,
             self._writer_id,
             take=self._turns.add,
-            erase=lambda tenant, session: self._follow_erasure(tenant, session, erased),
-            erase_again=lambda tenant, session: self._erase_again(tenant, session, erased),
+            forget_session=self._forget_session,
+            erase_again=self._erase_again,
             learn=self._learn_from,
-            forget=self.cache.forget_tenant,
+            forget_tenant=self.cache.forget_tenant,
         )
-
-    def places(self) -> dict[str, str]:
-        """Return, for each log, the cursor up to which erasures are known, for ``catch_up_erasures``."""
-        return {} if self._follower is None else self._follower.places()
-
-    def catch_up_erasures(self, places: Mapping[str, str]) -> bool:
-        """Remove from a loaded snapshot what was erased in the store meanwhile. Return whether it held any of that.
-
-        places: as they were when the snapshot was saved. Any thread may call it, before the cache is used. A session
-        that was used again since its erasure is removed, too: the store has what was said since. Where the store does
-        not tell what was erased, or retention may have removed a tombstone since, the tenant is forgotten: its log
-        brings back what may be drafted from.
-        """
-        if self._follower is None:
-            return False
-        before = self._follower.stats().erased
-        tenants = self.cache.tenants()
-        told = set[str | None]()  # of whom all erasures are known now
-        try:
-            for tenant in reversed(tenants[-MAX_LOGS:]):
-                if self._catch_up_erasures_of(tenant, self._follower, places):
-                    told.add(tenant)
-        except StoreUnavailableError as error:
-            _warn_of_unknown_erasures(error)
-        untold = [tenant for tenant in tenants if tenant not in told]
-        if untold:
-            what = "agentspec: saved suffix indexes of %d of %d tenants are not used"
-            logger.warning(
-                f"{what}, because the store does not tell all that was erased since", len(untold), len(tenants)
-            )
-        for tenant in untold:
-            self._forget_tenant(tenant)
-        return bool(untold) or self._follower.stats().erased > before
+        self.snapshot_erasures = SnapshotErasures(self.cache, self._store, self.logs, self._follower)
 
     def is_current(self) -> bool:
         """Return whether this process knows every erasure by others that is older than a second.
@@ -149,7 +131,9 @@ class Persistence:
 
     def outdated(self) -> frozenset[str | None]:
         """Return the tenants to be forgotten as soon as none of their requests runs. Nothing may be drafted before."""
-        return self._outdated if self._follower is None else self._outdated | self._follower.outdated
+        if self._follower is None or self.snapshot_erasures is None:
+            return frozenset()
+        return self.snapshot_erasures.outdated | self._follower.outdated
 
     def next_name(self) -> tuple[str, int]:
         """Return writer and number for the next turn, for ``SuffixCache.finish``."""
@@ -224,21 +208,13 @@ class Persistence:
         while self._loader.is_reading(wanted) and time.monotonic() < until:
             time.sleep(_PAUSE_SECONDS)
 
-    def erase(
-        self,
-        session: str,
-        tenants: Iterable[str | None],
-        forget: Callable[[], Iterable[str | None]] = tuple,
-        owner: str | None = None,
-    ) -> "Future[Erasure]":
-        """Erase a session from the queues, from these tenants' logs and from every other log that holds turns of it.
+    def erase(self, session: str, tenants: Iterable[str | None], owner: str | None = None) -> "Future[Erasure]":
+        """Erase a session everywhere: here, from these tenants' logs, and from every other log that holds turns of it.
 
-        session: its key; from now on nothing of it is loaded. forget: removes it from the cache and whatever else holds
-        it, in the job's thread, and returns the tenants under which it was there. The logs tell other processes, too.
-        owner: as for ``submit``. Raises StoreUnavailableError if too many jobs wait.
+        session: its key; from now on nothing of it is loaded. The logs tell other processes, too. owner: as for
+        ``submit``. Raises StoreUnavailableError if too many jobs wait.
         """
-        logs = {self.logs.of(tenant) for tenant in tenants}
-        erase = partial(self._erase_in_job, session=session, logs=logs, forget=forget)
+        erase = partial(self._erase_in_job, session=session, tenants=set(tenants))
         job = self._turns.begin_erasure(session, lambda: self._jobs.submit(erase, owner))
         self._writer.forget(session)
         self._loader.forget(session)
@@ -315,18 +291,22 @@ class Persistence:
         if self._follower is not None:
             self._follower.begin(log, tenant)
 
-    def _follow_erasure(self, tenant: str | None, session: str, erased: Callable[[str | None, str], None]) -> int:
-        """Erase from this process a session that another one has erased in the store. Return its newest turn's number.
+    def _forget_session(self, tenant: str | None, session: str) -> int:
+        """Forget a session that another process has erased in the store. Return this process's newest turn's number.
 
         Runs in the follower's thread.
         """
         self._loader.forget(session)
         self._turns.wait()
-        erased(tenant, session)  # from here on its requests leave nothing behind
+        self._holder.forget_session(session)  # from here on its requests leave nothing behind
+        self.cache.remove_session(tenant, session)
+        self._holder.forget_drafts(session, {tenant})
+        with contextlib.suppress(StoreError):  # the next start asks the store what was erased
+            self._holder.delete_snapshots()
         self._writer.forget(session)
         return self._number
 
-    def _erase_again(self, tenant: str | None, session: str, erased: Callable[[str | None, str], None]) -> None:
+    def _erase_again(self, tenant: str | None, session: str) -> None:
         """Erase a session here and from the store once more, as a turn of this process came behind its tombstone.
 
         A request that used the session again may have loaded that turn from the store. Runs in the follower's thread.
@@ -334,29 +314,40 @@ class Persistence:
         erasure = Future[Erasure]()
         self._turns.begin_erasure(session, lambda: erasure)  # so nothing of it is loaded meanwhile
         try:
-            self._follow_erasure(tenant, session, erased)
+            self._forget_session(tenant, session)
             self._erase_in_store(self._store, self.logs.of(tenant), session)
             self._loader.forget(session)
         finally:
             erasure.cancel()
 
-    def _erase_in_store(self, store: Store, log: str, session: str) -> Erasure:
-        """Erase a session from one log, so that the follower does not take that for another process's erasure."""
-        return (store if self._follower is None else self._follower.own).erase_session(log, session)
-
-    def _erase_in_job(
-        self, store: Store, session: str, logs: set[str], forget: Callable[[], Iterable[str | None]]
-    ) -> Erasure:
-        """Do what `erase` says, in the job's thread. Raises StoreUnavailableError if the store does not answer."""
+    def _erase_in_job(self, store: Store, session: str, tenants: set[str | None]) -> Erasure:
+        """Do what `erase` says, in the job's thread. Raises StoreError if a snapshot or the store still holds it."""
         self._turns.wait()  # no other turn of the session is restored from now on
-        logs = logs | {self.logs.of(tenant) for tenant in forget()}
+        known = self.cache.tenants()  # the cache may hold turns that the store never got, or no longer has
+        tenants |= {tenant for tenant in known if self.cache.has_session(tenant, session)}
+        for tenant in {*tenants, *known}:
+            self.cache.remove_session(tenant, session)
+        self._holder.forget_drafts(session, tenants)
+        try:
+            self._holder.delete_snapshots()
+        finally:  # also if a snapshot stays
+            erasure = self._erase_in_logs(store, session, tenants)
+        return erasure
+
+    def _erase_in_logs(self, store: Store, session: str, tenants: Iterable[str | None]) -> Erasure:
+        """Erase a session from the logs of these tenants and from every other log that holds it. Raises StoreError."""
         if not self._writer.forget(session, _ERASE_SECONDS):
             raise StoreUnavailableError("the store does not answer, so the session is not erased; try again later")
+        logs = {self.logs.of(tenant) for tenant in tenants}
         # Since the tenants were named, a turn of the session may have been stored under another one.
         logs.update(store.namespaces(self.logs.prefix, session=session))
         erased = [self._erase_in_store(store, log, session) for log in logs]
         self._loader.forget(session)
         return Erasure(sum(each.records for each in erased), all(each.complete for each in erased))
+
+    def _erase_in_store(self, store: Store, log: str, session: str) -> Erasure:
+        """Erase a session from one log, so that the follower does not take that for another process's erasure."""
+        return (store if self._follower is None else self._follower.own).erase_session(log, session)
 
     def _is_erased(self, log: str, session: str) -> bool:
         """Return whether records that were read of a session may be older than its erasure."""
@@ -370,32 +361,6 @@ class Persistence:
             logger.debug("agentspec: a stored session cannot be indexed as a whole: %s", error)
             return None
 
-    def _catch_up_erasures_of(self, tenant: str | None, follower: Follower, places: Mapping[str, str]) -> bool:
-        """Erase what was erased of a tenant since its place, and follow its log. Return whether the store told it all.
-
-        Raises StoreUnavailableError.
-        """
-        log = self.logs.of(tenant)
-        try:
-            follower.catch_up(log, tenant, after=places.get(log))
-            return log in places and self._store.history(log, places[log]) == "whole"
-        except StoreUnavailableError:
-            raise
-        except Exception as error:  # a store may raise anything, and none of it says what was erased
-            _warn_of_unknown_erasures(error)
-            return False
-
-    def _forget_tenant(self, tenant: str | None) -> None:
-        """Forget a tenant that may hold erased text. Where the start did not wait, its requests make way first."""
-        while not self.cache.forget_tenant(tenant):
-            self._outdated = frozenset([tenant])
-            time.sleep(_FORGET_SECONDS)
-        self._outdated = frozenset()
-
     def _learn_from(self, record: TurnRecord) -> None:
         with contextlib.suppress(Exception):  # restoring it will count that it cannot be used
             self.cache.learn_from(turn_of(record, _LEARNED_TOKENS))
-
-
-def _warn_of_unknown_erasures(error: Exception) -> None:
-    logger.warning("agentspec: saved suffix indexes are not used, what was erased is unknown: %s", error)

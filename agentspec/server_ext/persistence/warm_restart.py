@@ -17,7 +17,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import agentspec
@@ -25,6 +25,7 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.store.urls import PLACE_DIGITS
 from agentspec.errors import SnapshotError, StoreError
 from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.persistence.snapshot_erasures import SnapshotErasures
 from agentspec.server_ext.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -39,33 +40,14 @@ def snapshot_identity(namespace: str, cache: SuffixCache) -> str:
     return json.dumps({"agentspec": agentspec.__version__, "namespace": namespace, "policy": repr(cache.policy)})
 
 
-def keep_snapshot(
-    path: Path, persistence: Persistence, settings: Settings, *, note: Callable[[], bytes]
-) -> "SnapshotKeeper":
-    """Return the keeper of an engine's snapshot, within the limits of its store. note: see `SnapshotKeeper`."""
-    days = settings.retention_days
-    return SnapshotKeeper(
-        path,
-        persistence.cache,
-        snapshot_identity(persistence.logs.of(settings.tenant), persistence.cache),
-        note=note,
-        max_bytes=settings.retention_bytes,
-        max_age=None if days is None else days * 86_400,  # beyond it the store may not know any more what was erased
-        places=persistence.places,
-        catch_up=persistence.catch_up_erasures,
-    )
-
-
 class SnapshotKeeper:
     """Load a snapshot of a cache once, then save it now and then, all in a thread of its own.
 
     path: the file, readable by its owner alone; each process needs its own. identity: see `snapshot_identity`. note:
     called at each save; `wait_loaded` of the next process returns its bytes. interval: seconds between two saves.
     max_bytes: no snapshot is written while the cache holds more (None: no limit). max_age: seconds after which a
-    snapshot beside this store, of whatever model, is deleted unread (None: no limit). places: returns the cursor in
-    each log up to which erasures have left the cache; saved with it. catch_up: given these cursors, removes what was
-    erased since from the loaded cache, and returns whether it held any of that. Errors are logged and counted, never
-    raised.
+    snapshot beside this store, of whatever model, is deleted unread (None: no limit). erasures: removes from the loaded
+    cache what was erased since (None: nothing can be erased elsewhere). Errors are logged and counted, never raised.
     """
 
     def __init__(
@@ -78,26 +60,40 @@ class SnapshotKeeper:
         interval: float = 300.0,
         max_bytes: int | None = None,
         max_age: float | None = None,
-        places: Callable[[], Mapping[str, str]] = dict,
-        catch_up: Callable[[Mapping[str, str]], bool] = lambda places: False,
+        erasures: SnapshotErasures | None = None,
     ) -> None:
         self._path, self._cache, self._identity = path, cache, identity
         parts = path.name.rsplit("-", 2)  # store, log and the engine's number, as `snapshot_path` joins them
         self._store_name, self._log_name = parts[0], parts[1] if len(parts) > 1 else ""
         self._note, self._interval = note, interval
-        self._places, self._catch_up = places, catch_up
-        self._max_bytes, self._max_age = max_bytes, max_age
+        self._max_bytes, self._max_age, self._erasures = max_bytes, max_age, erasures
         self._loaded_note = b""
         self._loaded = threading.Event()
         self._serving = threading.Event()
         self._wake = threading.Condition()
-        self._erasures = 0
+        self._discards = 0
         self._closing = False
         self._saved_state: object = None
         self._failing = False  # whether the latest save failed
         self._counts = {"saved": 0, "errors": 0, "loaded_tokens": 0}
         self._thread = threading.Thread(target=self._run, name="agentspec-snapshot", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def of_engine(
+        cls, path: Path, persistence: Persistence, settings: Settings, *, note: Callable[[], bytes]
+    ) -> "SnapshotKeeper":
+        """Return the keeper of an engine's snapshot, within the limits of its store."""
+        days = settings.retention_days
+        return cls(
+            path,
+            persistence.cache,
+            snapshot_identity(persistence.logs.of(settings.tenant), persistence.cache),
+            note=note,
+            max_bytes=settings.retention_bytes,
+            max_age=None if days is None else days * 86_400,  # then the store may not know any more what was erased
+            erasures=persistence.snapshot_erasures,
+        )
 
     def wait_loaded(self, timeout: float | None = None) -> bytes:
         """Wait until the snapshot was read, and return its note; b"" if there is none or it is not read in time.
@@ -140,13 +136,15 @@ class SnapshotKeeper:
         with self._wake:
             if state == self._saved_state and self._path.exists():
                 return True
-            erasures = self._erasures
+            discards = self._discards
         try:
             if self._max_bytes is not None and held.bytes > self._max_bytes:
                 raise SnapshotError(f"{self._path}: the cache holds {held.bytes} bytes, more than {self._max_bytes}")
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            places = json.dumps(dict(self._places())).encode()  # before the text: later erasures are caught up
-            self._cache.save(self._path, identity=self._identity, note=places + b"\n" + self._note())
+            # Before the text, so that later erasures are caught up.
+            places = {} if self._erasures is None else self._erasures.places()
+            note = json.dumps(places).encode() + b"\n" + self._note()
+            self._cache.save(self._path, identity=self._identity, note=note)
         except Exception as error:
             self._counts["errors"] += 1
             if not self._failing:
@@ -157,7 +155,7 @@ class SnapshotKeeper:
             logger.warning("agentspec: the suffix indexes are saved again")
             self._failing = False
         with self._wake:
-            if erasures != self._erasures:  # erased between the core's last look and the renaming
+            if discards != self._discards:  # erased between the core's last look and the renaming
                 self._path.unlink(missing_ok=True)
                 return False
             self._saved_state = state
@@ -209,7 +207,8 @@ class SnapshotKeeper:
             return
         try:
             places, _, self._loaded_note = note.partition(b"\n")
-            erased = self._catch_up(json.loads(places or b"{}"))
+            known = json.loads(places or b"{}")
+            erased = self._erasures is not None and self._erasures.catch_up(known)
         except Exception as error:  # so it is not known what was erased
             logger.warning("agentspec: the saved suffix indexes are not used: %s", error)
             erased = sum(self._cache.forget_tenant(tenant) for tenant in self._cache.tenants()) > 0
@@ -221,7 +220,7 @@ class SnapshotKeeper:
 
     def _discard(self) -> None:
         with self._wake:
-            self._erasures += 1
+            self._discards += 1
             self._saved_state = None
             self._path.unlink(missing_ok=True)
 

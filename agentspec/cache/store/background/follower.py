@@ -50,11 +50,11 @@ class Follower:
 
     writer: this process's name in the store; the follower skips its records unless they were imported.
     take(log, record): hands on a record of another process, to be drafted from. learn(record): learns from the record
-    before that, if there is time. erase(tenant, session): removes an erased session from this process at once, and
+    before that, if there is time. forget_session(tenant, session): removes an erased session from this process, and
     returns the number of the process's newest turn. erase_again(tenant, session): erases the session here and in the
     store again, because a turn of this process arrived there behind its tombstone; if it raises, it is called again.
-    forget(tenant): makes the cache forget a tenant whose log is not followed any more, and returns whether it could. At
-    most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the follower before the store.
+    forget_tenant(tenant): makes the cache forget a tenant whose log is not followed any more, and returns whether it
+    could. At most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the follower before the store.
 
     own: erases sessions from the store for this process. outdated: tenants to forget as soon as none of their requests
     runs.
@@ -66,17 +66,17 @@ class Follower:
         writer: str,
         *,
         take: Callable[[str, TurnRecord], None],
-        erase: Callable[[str | None, str], int],
+        forget_session: Callable[[str | None, str], int],
         erase_again: Callable[[str | None, str], None],
         learn: Callable[[TurnRecord], None] = lambda record: None,
-        forget: Callable[[str | None], bool],
+        forget_tenant: Callable[[str | None], bool],
         max_logs: int = MAX_LOGS,
         breaker: CircuitBreaker | None = None,
     ) -> None:
         self._store = store
         self._writer = writer
         self._take = take
-        self._erase, self._erase_again, self._forget = erase, erase_again, forget
+        self._forget_session, self._erase_again, self._forget_tenant = forget_session, erase_again, forget_tenant
         self._learn = learn
         self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._reader = RecordReader()
@@ -245,7 +245,7 @@ class Follower:
                     # An emptied store whose clock is behind begins with lower cursors.
                     if end < log.tombstones_applied_to:
                         log.cursor = log.tombstones_applied_to = ""
-                elif self._forget(log.tenant):
+                elif self._forget_tenant(log.tenant):
                     log.cursor = log.tombstones_applied_to = end
                     self._unerased.discard(name)
                 else:
@@ -360,7 +360,7 @@ class Follower:
         log.recent_tombstones[tombstone] = session  # only now, so that an erasure that fails is tried again
 
     def _erase_here(self, log: FollowedLog, session: str) -> None:
-        log.note_erased(session, self._erase(log.tenant, session))
+        log.note_erased(session, self._forget_session(log.tenant, session))
         with self._wake:
             self._counts.erased += 1
 
@@ -397,7 +397,7 @@ class Follower:
         A log in which a session must still be erased again stays.
         """
         for name, log in self._logs.beyond_most():
-            if not log.to_erase_again() and self._forget(log.tenant):
+            if not log.to_erase_again() and self._forget_tenant(log.tenant):
                 self._logs.remove(name)
                 self._unerased.discard(name)
 
