@@ -88,10 +88,10 @@ class DraftingEngine:
         self._requests = RunningRequests(cached, self.metrics, self._traces, self.pricing.acceptance_lengths)
         self._turnover = self._requests.turnover
         self._work_time = self.pricing.work_time
-        self._sessions = SessionAdmin(
+        self.sessions = SessionAdmin(
             persistence, self._requests.states, self._traces, self._step_record, self._delete_snapshot
         )
-        persistence.follow(self._sessions)
+        persistence.follow(self.sessions)
         self._keeper: SnapshotKeeper | None = None
         if snapshot is not None:
             self._keeper = SnapshotKeeper.of_engine(snapshot, persistence, settings, note=self.pricing.cost.dump)
@@ -253,10 +253,6 @@ class DraftingEngine:
         """
         self._accounts.settle(self._lookup)
         return self.metrics.request(request_id, caller, call=call, any_caller=admin)
-
-    def session(self, action: str, job: str, *args: Any) -> dict[str, Any]:
-        """Begin or poll a job on sessions (`SessionAdmin`). action: "begin" or "poll"."""
-        return self._sessions.poll(job, *args) if action == "poll" else self._sessions.begin(job, *args)
 
     def close(self) -> None:
         """Write the queued turns and records, and the snapshot. A second call does nothing."""

@@ -1,7 +1,7 @@
 """Answer the questions of the HTTP routes about sessions, in an engine: list, read, extend and erase them.
 
 ``begin`` and ``poll`` run between two decode steps, so they never wait: a thread asks the store, and the routes poll
-for its answer. Sessions are named by their keys (`Identity.session`), which the routes make for the caller.
+for its answer.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from agentspec.cache.store import Erasure, Store
@@ -17,12 +18,21 @@ from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.figures.step_record import StepRecord
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.persistence.persistence import Persistence, SessionHolder
+from agentspec.server_ext.session_questions import (
+    ApplyErasures,
+    EraseSession,
+    FindTenants,
+    ImportRecords,
+    ListSessions,
+    ReadSession,
+    SessionQuestion,
+)
 from agentspec.server_ext.step import RequestState
 from agentspec.server_ext.stored_sessions import StoredSessions
 
 logger = logging.getLogger(__name__)
 
-_MOST_JOBS, _MOST_OF_OWNER = 256, 64
+_MOST_JOBS, _MOST_OF_CALLER = 256, 64
 """Most jobs whose answers were not fetched yet: of all askers, and of one caller."""
 _ABANDONED_SECONDS = 5.0
 """Time without a poll after which an asker counts as gone. The routes poll every quarter of a second."""
@@ -50,13 +60,13 @@ class _Slice:
 class _Job:
     """Hold a job. When all futures have ended, its answer is the first error, or else the first future's value.
 
-    asked: time (``time.monotonic``) of the latest poll. owner: the asking caller. erases: whether it erases a session.
-    futures: empty while the next slice is yet to be submitted. items: yields the items of the next slices, in lists
-    that may be empty. A slice may end behind any list.
+    asked: time (``time.monotonic``) of the latest poll. caller: who asks. erases: whether it erases a session. futures:
+    empty while the next slice is yet to be submitted. items: yields the items of the next slices, in lists that may be
+    empty. A slice may end behind any list.
     """
 
     asked: float
-    owner: str | None
+    caller: str | None
     erases: bool = False
     futures: tuple[Future[Any], ...] = ()
     items: Iterator[list[Any]] = field(default_factory=lambda: iter(()))
@@ -95,28 +105,15 @@ class SessionAdmin(SessionHolder):
         self._jobs: dict[str, _Job] = {}  # by the name that the asker chose, oldest first
         self._tell_at = 0.0  # when an error of the store is logged again
 
-    def begin(self, job: str, owner: str | None, what: str, *args: Any) -> dict[str, Any]:
-        """Begin a job. Returns {}, or an error as ``poll`` does.
+    def begin(self, job: str, caller: str | None, question: SessionQuestion) -> dict[str, Any]:
+        """Begin a job that answers a question. Returns {}, or an error as ``poll`` does.
 
-        job: a name that the asker chooses. owner: the asking caller; callers with waiting jobs take turns.
-        what, args: one of these jobs with its arguments, and the value that ``poll`` will return:
-
-        "list", tenant, principal, anybody, count, before: the ``count`` sessions used last, as dicts, and all used at
-        the same moment as the last of them. before: only sessions used before this time (epoch seconds); None: any.
-        "read", session: the session's records, under whichever tenant they were stored, and those yet to be stored.
-        "write", session, tenant, records, only_new: append the records that the session lacks, and load it. The value
-        is their number, in a list. only_new: leave a session that exists as it is.
-        "tenants", session: the tenants under which the session holds text.
-        "erase", session, tenants: remove the session everywhere. The value is an `Erasure` as a dict.
-        "settle": apply what other processes have erased by now. The value is None.
-
-        anybody: take sessions of any tenant and principal. A tenant stands for itself and for the tenants that an
-        adapter or a cache salt sets apart from it.
+        job: a name that the asker chooses. caller: who asks (`Identity.caller`); callers with waiting jobs take turns.
         """
         try:
-            self._make_room(owner)
-            begun = _Job(time.monotonic(), owner, what == "erase")
-            begun.futures = self._submit(begun, owner, what, *args)
+            self._make_room(caller)
+            begun = _Job(time.monotonic(), caller, isinstance(question, EraseSession))
+            begun.futures = self._submit(begun, question)
             self._jobs[job] = begun
         except AgentSpecError as error:
             return _failure(error)
@@ -142,7 +139,7 @@ class SessionAdmin(SessionHolder):
                 return answer
             begun.futures = ()
         with contextlib.suppress(StoreUnavailableError):  # too many jobs wait; the next poll tries again
-            begun.futures = (self._persistence.submit(lambda _: _next_slice(begun), begun.owner),)
+            begun.futures = (self._persistence.submit(lambda _: _next_slice(begun), begun.caller),)
         return answer
 
     def _answer(self, begun: _Job) -> dict[str, Any]:
@@ -181,38 +178,39 @@ class SessionAdmin(SessionHolder):
     def delete_snapshots(self) -> None:
         self._delete_snapshot()
 
-    def _make_room(self, owner: str | None) -> None:
+    def _make_room(self, caller: str | None) -> None:
         """Forget jobs whose askers are gone. Raises StoreUnavailableError where too many others wait."""
         for name in [name for name, job in self._jobs.items() if job.is_abandoned()]:
             del self._jobs[name]
-        own = sum(job.owner == owner for job in self._jobs.values())
-        if own >= _MOST_OF_OWNER or len(self._jobs) >= _MOST_JOBS:
+        own = sum(job.caller == caller for job in self._jobs.values())
+        if own >= _MOST_OF_CALLER or len(self._jobs) >= _MOST_JOBS:
             raise StoreUnavailableError(f"{len(self._jobs)} questions about sessions wait for their answers; try again")
 
-    def _submit(self, begun: _Job, owner: str | None, what: str, *args: Any) -> tuple[Future[Any], ...]:
-        """Begin a job. Return its futures, as _Job holds them."""
-        if what == "erase":
-            session, tenants = args
-            erasure = self._persistence.erase(session, tenants, owner)
-            # Only now that the erasure was accepted, because one that is refused must change nothing.
-            return erasure, *self.forget_session(session)
-        if what == "settle":
-            return (self._persistence.submit(lambda _: self._persistence.settle(_SETTLE_SECONDS), owner),)
-        if what == "tenants":
-            args = (*args, {state.identity.tenant for state in self._states_of(args[0])})
-        jobs: dict[str, Callable[..., Iterator[list[Any]]]] = {
-            "list": self._stored.used_last,
-            "read": self._stored.read,
-            "write": self._stored.write,
-            "tenants": self._stored.tenants,
-        }
+    def _submit(self, begun: _Job, question: SessionQuestion) -> tuple[Future[Any], ...]:
+        """Begin to answer a question. Return the futures, as _Job holds them."""
+        answer: Callable[[Store], Iterator[list[Any]]]
+        match question:
+            case ListSessions():
+                answer = partial(self._stored.used_last, question)
+            case ReadSession(session):
+                answer = partial(self._stored.read, session)
+            case ImportRecords():
+                answer = partial(self._stored.import_records, question)
+            case FindTenants(session):
+                answer = partial(self._stored.tenants, session, {s.identity.tenant for s in self._states_of(session)})
+            case EraseSession(session, tenants):
+                erasure = self._persistence.erase(session, tenants, begun.caller)
+                # Only now that the erasure was accepted, because one that is refused must change nothing.
+                return erasure, *self.forget_session(session)
+            case ApplyErasures():
+                return (self._persistence.submit(lambda _: self._persistence.settle(_SETTLE_SECONDS), begun.caller),)
 
         def run(store: Store) -> _Slice:
             self._persistence.flush(_FLUSH_SECONDS)  # so that the store has what was said just now
-            begun.items = jobs[what](store, *args)
+            begun.items = answer(store)
             return _next_slice(begun)
 
-        return (self._persistence.submit(run, owner),)
+        return (self._persistence.submit(run, begun.caller),)
 
     def _states_of(self, session: str) -> list[RequestState]:
         return [state for state in self._states() if state.identity.session == session]

@@ -7,6 +7,7 @@ from typing import Any
 from agentspec.cache.store import NewEntry, RecordReader, SessionUsage, Store, TurnRecord, decode, encode
 from agentspec.cache.store.background.courtesy import Courtesy
 from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.session_questions import ImportRecords, ListSessions
 
 _LOAD_SECONDS = 0.25
 """Longest wait until an imported session is read back from the store, before the import is answered."""
@@ -28,40 +29,33 @@ class StoredSessions:
         logs = self._persistence.logs
         return store.namespaces(logs.prefix if anybody else logs.family(tenant), session=session)
 
-    def used_last(
-        self,
-        store: Store,
-        tenant: str | None,
-        principal: str | None,
-        anybody: bool,
-        count: int,
-        before: float | None = None,
-    ) -> Iterator[list[dict[str, Any]]]:
-        """Yield the sessions used last, as `SessionAdmin.begin` says.
-
-        Takes long if there are very many sessions of other principals, or long sessions.
-        """
+    def used_last(self, wanted: ListSessions, store: Store) -> Iterator[list[dict[str, Any]]]:
+        """Yield the sessions used last. Takes long if many are other principals', or if they are long."""
         held: dict[str, list[tuple[str, SessionUsage]]] = {}  # by session, which may be in several logs
-        for log in self._logs(store, tenant, anybody):
+        for log in self._logs(store, wanted.tenant, wanted.anybody):
             for usage in store.sessions(log):
                 if usage.session:
                     held.setdefault(usage.session, []).append((log, usage))
         for parts in held.values():
             parts.sort(key=lambda part: part[1].used)
+        count = wanted.count
         last = math.inf  # when the latest one that was yielded was used
         for session, parts in sorted(held.items(), key=lambda item: -item[1][-1][1].used):
             used = parts[-1][1].used
             if count <= 0 and used < last:
                 return
-            if before is not None and used >= before:
+            if wanted.before is not None and used >= wanted.before:
                 continue
             yield []
-            owners = () if anybody else (turn.principal for turn in _turns(store, parts[-1][0], session, newest=1))
-            if (anybody or principal in owners) and (summary := (yield from _summary_of(store, session, parts))):
+            if not wanted.anybody:
+                newest = _turns(store, parts[-1][0], session, newest=1)
+                if all(turn.principal != wanted.principal for turn in newest):
+                    continue
+            if summary := (yield from _summary_of(store, session, parts)):
                 yield [summary]
                 count, last = count - 1, used
 
-    def read(self, store: Store, session: str) -> Iterator[list[bytes]]:
+    def read(self, session: str, store: Store) -> Iterator[list[bytes]]:
         """Yield a session's records that can be used, also those that wait for the store."""
         reader, courtesy = RecordReader(), Courtesy()
         unwritten = {_name_of(turn): turn for turn in self._persistence.unwritten(session)}
@@ -74,24 +68,23 @@ class StoredSessions:
         for turn in unwritten.values():
             yield [encode(turn)]
 
-    def write(
-        self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool
-    ) -> Iterator[list[int]]:
-        """Append the records that a session lacks to the store, as `SessionAdmin.begin` says. Yields their number last.
+    def import_records(self, wanted: ImportRecords, store: Store) -> Iterator[list[int]]:
+        """Append the records that a session lacks to the store. Yields their number last.
 
         If that fails between two slices, the next try appends the others.
         """
+        session, tenant = wanted.session, wanted.tenant
         held: set[tuple[str, int]] = set()
         for log in self._logs(store, tenant, session=session):
             for turn in _turns(store, log, session):
                 held.add(_name_of(turn))
                 yield []
-        if only_new and (held or self._cache.has_session(tenant, session)):
+        if wanted.only_new and (held or self._cache.has_session(tenant, session)):
             yield [0]
             return
         given = dict[tuple[str, int], bytes]()  # by name, because a text may be given twice
         courtesy = Courtesy()
-        for payload in payloads:
+        for payload in wanted.records:
             given[_name_of(decode(payload))] = payload
             courtesy.pause()
         new = [NewEntry(session, payload) for name, payload in given.items() if name not in held]
@@ -101,7 +94,7 @@ class StoredSessions:
         self._persistence.load_again(tenant, session, _LOAD_SECONDS)
         yield [len(new)]
 
-    def tenants(self, store: Store, session: str, held: Set[str | None]) -> Iterator[list[str | None]]:
+    def tenants(self, session: str, held: Set[str | None], store: Store) -> Iterator[list[str | None]]:
         """Yield the tenants under which a session has turns, in one list. held: tenants that are known to have some."""
         logs = self._logs(store, None, anybody=True, session=session)
         yield [*held | {turn.tenant for log in logs for turn in _turns(store, log, session, newest=1)}]

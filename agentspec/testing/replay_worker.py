@@ -171,8 +171,9 @@ class Engine:
         """
         if self.spec.method != "agentspec":
             return {}
-        (figures,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("request", request_id, None, True, None))
-        (stats,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("stats",))
+        ask = self.llm.llm_engine.collective_rpc
+        (figures,) = ask(worker_rpc, args=("request", request_id), kwargs={"admin": True})
+        (stats,) = ask(worker_rpc, args=("stats",))
         errors = {name: n for name, n in stats["counters"].items() if name.startswith("errors")}
         if errors:
             raise ReplayError(f"the extension met errors, see its log: {errors}")

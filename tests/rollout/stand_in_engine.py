@@ -93,9 +93,9 @@ class LLM:
         self.llm_engine.resets.append(len(self.llm_engine.asked))
         return True
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+    def collective_rpc(self, method: str, args: tuple[Any, ...], kwargs: Any = None) -> list[Any]:
         if args[0] == "request":
-            return [None, {"drafted": 8, "accepted": 5} if args[1:] == ("r", None, True, None) else None]
+            return [None, {"drafted": 8, "accepted": 5} if (args[1:], kwargs) == (("r",), {"admin": True}) else None]
         self.llm_engine.told.append((len(self.llm_engine.asked), args))
         return []
 

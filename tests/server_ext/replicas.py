@@ -13,6 +13,7 @@ from agentspec.cache.store import RecordReader, TurnRecord, open_store
 from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.session_questions import EraseSession
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from tests.store.helpers import LOGS, wait_until
@@ -107,9 +108,9 @@ class Replica:
         self.engine.close()
 
     def erase(self, session: str) -> None:
-        self.engine.session("begin", f"job-{session}", None, "erase", session, [TENANT])
+        self.engine.sessions.begin(f"job-{session}", None, EraseSession(session, [TENANT]))
         answer: dict[str, Any] = {}  # it is told once
-        wait_until(lambda: answer.update(self.engine.session("poll", f"job-{session}")) or answer)
+        wait_until(lambda: answer.update(self.engine.sessions.poll(f"job-{session}")) or answer)
         assert "error" not in answer, answer
 
 

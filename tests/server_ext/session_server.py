@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fastapi import FastAPI
@@ -77,8 +78,9 @@ class Server:
     async def _call_utility_async(self, name: str, method: str, limit: Any, args: Any, kw: Any, engine: bytes) -> Any:
         self.asked += 1
         runner = SimpleNamespace(agentspec=SimpleNamespace(engine=self.engines[engine[0]]))
+        args, kw = msgspec.msgpack.decode(msgspec.msgpack.encode((args, kw)))  # as vLLM carries them
         begin = time.perf_counter()
-        answer = vllm_adapter.worker_rpc(SimpleNamespace(model_runner=runner), *args)
+        answer = vllm_adapter.worker_rpc(SimpleNamespace(model_runner=runner), *args, **kw)
         self.slowest = max(self.slowest, time.perf_counter() - begin)
         return [answer, None]
 

@@ -13,6 +13,7 @@ from agentspec.cache.store import encode
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.requests.turnover import Turnover
+from agentspec.server_ext.session_questions import ImportRecords
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, RequestState, Step
 from tests.server_ext.drafts import request
@@ -145,8 +146,8 @@ def test_an_import_is_told_once_the_next_request_drafts_from_it(
     """A resumed session is primed just before its first request, which must draft from the import already."""
     persistence = server.engine._persistence
     monkeypatch.setattr(persistence._loader, "_before_read", lambda *_: time.sleep(0.1))
-    server.engine.session("begin", "job", None, "write", "s", None, [encode(turn("s", 1))], False)
-    wait_until(lambda: server.engine.session("poll", "job").get("value") == [1])
+    server.engine.sessions.begin("job", None, ImportRecords("s", None, [encode(turn("s", 1))], only_new=False))
+    wait_until(lambda: server.engine.sessions.poll("job").get("value") == [1])
     assert persistence.has_loaded_of(Identity(session="s"))
 
 
@@ -156,8 +157,8 @@ def test_a_store_that_is_slow_to_read_holds_up_no_import_for_long(
     monkeypatch.setattr("agentspec.server_ext.stored_sessions._LOAD_SECONDS", 0.1)
     held = threading.Event()
     monkeypatch.setattr(server.engine._persistence._loader, "_before_read", lambda *_: held.wait(60))
-    server.engine.session("begin", "job", None, "write", "s", None, [encode(turn("s", 1))], False)
-    wait_until(lambda: server.engine.session("poll", "job").get("value") == [1])
+    server.engine.sessions.begin("job", None, ImportRecords("s", None, [encode(turn("s", 1))], only_new=False))
+    wait_until(lambda: server.engine.sessions.poll("job").get("value") == [1])
     held.set()
 
 

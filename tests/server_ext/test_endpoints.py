@@ -46,13 +46,14 @@ class EngineClient:
     async def _call_utility_async(
         self, name: str, method: str, limit: Any, question: Any, kw: Any, engine: bytes
     ) -> Any:
-        assert (name, method, kw) == ("collective_rpc", engine_calls.RPC_METHOD, None)
+        assert (name, method) == ("collective_rpc", engine_calls.RPC_METHOD)
         self.limits.append(limit)
         await asyncio.sleep(self.delay)
         if question[0] == "stats":
             return [{"engine": engine[0]}, None]  # the second tensor-parallel rank has no engine
-        _, request_id, caller, admin, call = question
-        return [self.metrics[engine[0]].request(request_id, caller, call=call, any_caller=admin), None]
+        _, request_id = question
+        asked = self.metrics[engine[0]].request(request_id, kw["caller"], call=kw["call"], any_caller=kw["admin"])
+        return [asked, None]
 
     def ran(self, request_id: str, presented: Presented | None, engine: int = 0) -> Identity:
         """Let an engine run a request of this sender."""

@@ -16,6 +16,7 @@ from agentspec.cache import FinishedTurn
 from agentspec.cache.store import Retention
 from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.session_questions import EraseSession
 from tests.store.helpers import wait_until
 from tests.timing import assert_fast
 
@@ -95,7 +96,7 @@ def test_what_others_erased_is_hidden_in_detailed_figures(start: Start, monkeypa
     a, b = start(), start()
     meet(a, b)
     hidden: list[tuple[str, set[str | None]]] = []
-    traces = a.engine._sessions._traces
+    traces = a.engine.sessions._traces
     monkeypatch.setattr(traces, "erase", lambda session, tenants: hidden.append((session, set(tenants))))
     b.erase("s")
     a.wait(lambda: ("s", {TENANT}) in hidden)
@@ -164,12 +165,12 @@ def test_a_turn_that_ends_just_before_its_session_is_erased_is_not_stored_behind
     meet(a)
     name, goes_on, finish = a.begin([1, 2, 3]), threading.Event(), a.cache.finish
     a.persistence.submit(lambda store: goes_on.wait(60))  # the erasure waits behind this job
-    a.engine.session("begin", "job", None, "erase", "s", [TENANT])
+    a.engine.sessions.begin("job", None, EraseSession("s", [TENANT]))
 
     def finished(request_id: str, **options: Any) -> FinishedTurn | None:
         turn = finish(request_id, **options)
         goes_on.set()
-        wait_until(lambda: a.engine.session("poll", "job"))
+        wait_until(lambda: a.engine.sessions.poll("job"))
         return turn
 
     monkeypatch.setattr(a.cache, "finish", finished)

@@ -200,7 +200,7 @@ class TestRunner:
         assert runner.input_fits_in_drafter(pytest.fail, holder, object())
         worker = SimpleNamespace(model_runner=holder)
         assert vllm_adapter.worker_rpc(worker, "stats") == {"steps": 7}
-        answer = vllm_adapter.worker_rpc(worker, "request", "a", "p", True, "call")
+        answer = vllm_adapter.worker_rpc(worker, "request", "a", caller="p", admin=True, call="call")
         assert answer == {"asked": ("a", "p", "call", True)}
         assert vllm_adapter.worker_rpc(worker, "lengths", {"a": 3}) is None and holder.agentspec.lengths == {"a": 3}
 

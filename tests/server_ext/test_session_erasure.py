@@ -55,7 +55,7 @@ class TestErasure:
         assert server.draws_on(bob, other) and server.draws_on(two)
         assert server.call(ADA, "GET", "fix-42").status_code == 404
         assert (server.listed(ADA), server.listed(BOB)) == (["two"], ["fix-42"])
-        states = {state.request_id: state.identity for state in server.engines[0]._sessions._states()}
+        states = {state.request_id: state.identity for state in server.engines[0].sessions._states()}
         assert (states["running"].session, states["running"].session_name) == (None, None)
         assert (states["of another"].session, states["of another"].session_name) == (two.session, "two")
         server.end("running", 2)  # keeps nothing
@@ -131,7 +131,7 @@ class TestErasure:
         server.wait(lambda: str(ada.session) in record.read_text())
         engine._persistence._forget_session(ada.tenant, str(ada.session))
         server.wait(lambda: str(ada.session) not in record.read_text())
-        (running,) = [state for state in engine._sessions._states() if state.request_id == "running"]
+        (running,) = [state for state in engine.sessions._states() if state.request_id == "running"]
         assert (running.identity.session, running.identity.session_name) == (None, None)
 
     def test_a_guessed_name_of_anothers_session_erases_nothing(self, start: Start) -> None:

@@ -378,7 +378,7 @@ class TestExportAndImport:
         server.say(server.identity(ADA, "one"))
         for _ in range(3):
             assert server.call(ADA, "GET", "one").status_code == 200
-        assert not any(engine._sessions._jobs for engine in server.engines)
+        assert not any(engine.sessions._jobs for engine in server.engines)
 
 
 @pytest.mark.parametrize("field", ["turns", "texts"])

@@ -11,6 +11,7 @@ from agentspec.addresses import is_loopback
 from agentspec.cache.store import NewEntry, RecordReader, Store
 from agentspec.server_ext import session_admin, stored_sessions
 from agentspec.server_ext.api import session_routes
+from agentspec.server_ext.session_questions import ListSessions
 
 from .session_server import ADA, ADMIN, BOB, PROMPT, TEXT, Start, start
 
@@ -41,9 +42,9 @@ def test_the_list_is_of_one_tenant_and_of_as_many_as_are_asked_for(
         assert len(server.listed(ADA, params={"limit": limit})) == count
     monkeypatch.setattr(session_routes, "_LONGEST_LIST", 1)
     assert server.listed(ADA) == ["three"]
-    admin, principal = server.engines[0]._sessions, server.identity(ADA, "one").principal
+    admin, principal = server.engines[0].sessions, server.identity(ADA, "one").principal
     for tenant, count in (("acme", 3), ("rival", 0), (None, 0)):
-        assert admin.begin("job", None, "list", tenant, principal, False, 10) == {}
+        assert admin.begin("job", None, ListSessions(tenant, principal, anybody=False, count=10)) == {}
         answer: dict[str, Any] = {}
         server.wait(lambda answer=answer: answer.update(admin.poll("job")) or "value" in answer)  # type: ignore[misc]
         assert len(answer["value"]) == count
@@ -224,7 +225,7 @@ def test_a_list_that_nobody_waits_for_reads_no_more_sessions(start: Start, monke
     server = start(ADA, engines=1, tenant="acme")
     for name in ("one", "two", "three"):
         server.say(server.identity(ADA, name))
-    admin, bob = server.engines[0]._sessions, server.identity(BOB, "x")
+    admin, bob = server.engines[0].sessions, server.identity(BOB, "x")
     read: list[str] = []
     original = stored_sessions._turns
 
@@ -236,7 +237,7 @@ def test_a_list_that_nobody_waits_for_reads_no_more_sessions(start: Start, monke
 
     monkeypatch.setattr(stored_sessions, "_turns", turns)
     for name in ("first", "second"):  # the second begins after its asker has gone
-        assert admin.begin(name, bob.principal, "list", bob.tenant, bob.principal, False, 10) == {}
+        assert admin.begin(name, bob.caller, ListSessions(bob.tenant, bob.principal, anybody=False, count=10)) == {}
         server.wait(lambda: server.engines[0]._persistence.stats()["jobs"] == 0)
     assert len(read) == 2
 

@@ -11,6 +11,14 @@ from agentspec.server_ext import session_admin, stored_sessions
 from agentspec.server_ext.api import session_routes
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.identity.callers import Presented
+from agentspec.server_ext.session_questions import (
+    EraseSession,
+    FindTenants,
+    ImportRecords,
+    ListSessions,
+    ReadSession,
+    SessionQuestion,
+)
 from tests.timing import assert_fast
 
 from .session_server import ADA, ADMIN, BOB, PROMPT, TEXT, Start, start
@@ -165,31 +173,31 @@ def test_a_question_too_many_is_refused_and_no_other_is_forgotten(
     monkeypatch.setattr("agentspec.server_ext.session_admin._ABANDONED_SECONDS", 600.0)  # a busy machine is slow to ask
     server = start(ADA, engines=1)
     server.say(server.identity(ADA, "one"))
-    admin = server.engines[0]._sessions
-    session = server.identity(ADA, "one").session
+    admin = server.engines[0].sessions
+    question = FindTenants(str(server.identity(ADA, "one").session))
     for number in range(256):
-        owner = f"owner{number // 64}"  # each owner may leave 64
-        server.wait(lambda n=number, owner=owner: admin.begin(f"job{n}", owner, "tenants", session) == {})  # type: ignore[misc]
-    assert admin.begin("job256", None, "tenants", session)["error"] == "unavailable"
+        caller = f"caller{number // 64}"  # each caller may leave 64
+        server.wait(lambda n=number, caller=caller: admin.begin(f"job{n}", caller, question) == {})  # type: ignore[misc]
+    assert admin.begin("job256", None, question)["error"] == "unavailable"
     answer = server.call(ADA, "GET", "one")
     assert answer.status_code == 503 and "try again" in answer.text
     server.wait(lambda: all("value" in admin.poll("job0") for _ in range(1)))
     assert admin.poll("job0")["error"] == "unavailable"  # told already
     assert server.call(ADA, "GET", "one").status_code == 200
     monkeypatch.setattr("agentspec.server_ext.session_admin._ABANDONED_SECONDS", 0.0)
-    assert admin.begin("job257", None, "tenants", session) == {} and len(admin._jobs) == 1
+    assert admin.begin("job257", None, question) == {} and len(admin._jobs) == 1
 
 
 def test_a_caller_that_leaves_too_many_answers_keeps_no_other_from_asking(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_admin, "_ABANDONED_SECONDS", 600.0)
-    monkeypatch.setattr(session_admin, "_MOST_OF_OWNER", 2)
+    monkeypatch.setattr(session_admin, "_MOST_OF_CALLER", 2)
     server = start(ADA, engines=1)
-    admin, session = server.engines[0]._sessions, server.identity(ADA, "one").session
-    answers = [admin.begin(f"job{number}", "owner", "tenants", session) for number in range(3)]
+    admin, question = server.engines[0].sessions, FindTenants(str(server.identity(ADA, "one").session))
+    answers = [admin.begin(f"job{number}", "caller", question) for number in range(3)]
     assert answers[:2] == [{}, {}] and answers[2]["error"] == "unavailable"
-    assert admin.begin("of another", "other", "tenants", session) == {}
+    assert admin.begin("of another", "other", question) == {}
 
 
 def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +206,7 @@ def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monke
     ada = server.identity(ADA, "one")
     for _ in range(4):
         server.say(ada)
-    admin, read = server.engines[0]._sessions, list[Any]()
+    admin, read = server.engines[0].sessions, list[Any]()
 
     class Reader(RecordReader):
         def read(self, *args: Any, **options: Any) -> Iterator[Any]:
@@ -210,12 +218,12 @@ def test_an_export_that_nobody_waits_for_reads_no_more_turns(start: Start, monke
 
     monkeypatch.setattr(stored_sessions, "RecordReader", Reader)
     for name in ("first", "second"):  # the second begins after its asker has gone
-        assert admin.begin(name, ada.principal, "read", ada.session) == {}
+        assert admin.begin(name, ada.caller, ReadSession(str(ada.session))) == {}
         server.wait(lambda: server.engines[0]._persistence.stats()["jobs"] == 0)
     assert len(read) == 2
 
 
-@pytest.mark.parametrize("what", ["read", "list", "write"])
+@pytest.mark.parametrize("what", ["read", "list", "import"])
 def test_a_long_session_lets_the_questions_of_others_between(
     start: Start, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -224,7 +232,7 @@ def test_a_long_session_lets_the_questions_of_others_between(
     ada, bob = server.identity(ADA, "one"), server.identity(BOB, "two")
     for number in range(4):
         server.say(ada, [number, *TEXT])
-    admin, read = server.engines[0]._sessions, list[str]()
+    admin, read = server.engines[0].sessions, list[str]()
 
     class Reader(RecordReader):
         def read(self, *args: Any, **options: Any) -> Iterator[Any]:
@@ -234,13 +242,14 @@ def test_a_long_session_lets_the_questions_of_others_between(
 
     monkeypatch.setattr(stored_sessions, "RecordReader", Reader)
     monkeypatch.setattr(session_admin, "_SLICE_SECONDS", 0.0)  # a record in each slice
-    arguments: dict[str, tuple[Any, ...]] = {
-        "read": (ada.session,),
-        "list": (ada.tenant, ada.principal, False, 10),
-        "write": (ada.session, ada.tenant, [], False),
+    session = str(ada.session)
+    questions: dict[str, SessionQuestion] = {
+        "read": ReadSession(session),
+        "list": ListSessions(ada.tenant, ada.principal, anybody=False, count=10),
+        "import": ImportRecords(session, ada.tenant, [], only_new=False),
     }
-    assert admin.begin("long", ada.principal, what, *arguments[what]) == {}
-    assert admin.begin("short", bob.principal, "tenants", bob.session) == {}
+    assert admin.begin("long", ada.caller, questions[what]) == {}
+    assert admin.begin("short", bob.caller, FindTenants(str(bob.session))) == {}
     found: dict[str, list[Any]] = {"long": [], "short": []}
 
     def ended(job: str) -> bool:
@@ -259,7 +268,7 @@ def test_an_engine_is_asked_while_another_takes_its_time(start: Start, monkeypat
     monkeypatch.setattr(session_routes, "_WAIT_SECONDS", 2.0)
     server = start(ADA)
     server.say(server.identity(ADA, "one"))
-    slow, other = (engine._sessions for engine in server.engines)
+    slow, other = (engine.sessions for engine in server.engines)
     asked: list[str] = []
     poll_slow, poll_other = slow.poll, other.poll
 
@@ -288,14 +297,15 @@ def test_the_log_and_no_caller_is_told_where_the_store_is(
 @pytest.mark.parametrize("erases", [True, False])
 def test_who_erases_is_told_what_a_failing_store_still_holds(start: Start, erases: bool) -> None:
     server = start(ADA, url="redis://127.0.0.1:1/0", engines=1)
-    admin, ada, answer = server.engines[0]._sessions, server.identity(ADA, "one"), dict[str, Any]()
+    admin, ada, answer = server.engines[0].sessions, server.identity(ADA, "one"), dict[str, Any]()
 
     def ended() -> bool:
         answer.update(admin.poll("job"))
         return "error" in answer
 
-    job, arguments = ("erase", ([ada.tenant],)) if erases else ("read", ())
-    assert admin.begin("job", ada.principal, job, ada.session, *arguments) == {}
+    session = str(ada.session)
+    question = EraseSession(session, [ada.tenant]) if erases else ReadSession(session)
+    assert admin.begin("job", ada.caller, question) == {}
     server.wait(ended)
     assert ("what was stored of it is not erased" in answer["message"]) is erases
 

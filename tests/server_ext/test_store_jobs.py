@@ -17,6 +17,7 @@ from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.persistence.turn_records import turn_of
 from agentspec.server_ext.session_admin import SessionAdmin
+from agentspec.server_ext.session_questions import FindTenants, ImportRecords, ListSessions
 from tests.store.helpers import LOGS, FlakyStore, turn, wait_until
 
 from .stored_engine import NS, TENANT, Engine, records, store, text
@@ -102,7 +103,7 @@ def test_questions_that_a_store_cannot_answer_are_logged_once_a_minute(
     admin = SessionAdmin(engine.persistence, lambda: ())
 
     def ask() -> dict[str, Any]:
-        admin.begin("job", None, "list", TENANT, None, True, 10, None)
+        admin.begin("job", None, ListSessions(TENANT, None, anybody=True, count=10))
         answer: dict[str, Any] = {}
         wait_until(lambda: answer.update(admin.poll("job")) or answer)
         return answer
@@ -199,7 +200,7 @@ def test_a_session_is_new_if_neither_the_cache_nor_the_store_holds_it(store: Fla
     admin = SessionAdmin(persistence, lambda: ())
     for session, added in (("in the cache", 0), ("in the store", 0), ("new", 1)):
         records = [encode(turn(session, 2))] * 2  # a text may be given twice
-        assert admin.begin(session, None, "write", session, None, records, True) == {}
+        assert admin.begin(session, None, ImportRecords(session, None, records, only_new=True)) == {}
         answer: dict[str, Any] = {}  # it is told once
         wait_until(lambda answer=answer, session=session: answer.update(admin.poll(session)) or answer)  # type: ignore[misc]
         assert answer == {"value": [added], "more": False}
@@ -213,10 +214,10 @@ def test_who_polls_is_not_gone_however_long_a_job_takes(store: FlakyStore, monke
     persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     admin, release = SessionAdmin(persistence, lambda: ()), gate(persistence)
     for name in ("polled", "left"):
-        assert admin.begin(name, None, "tenants", "s") == {}
+        assert admin.begin(name, None, FindTenants("s")) == {}
     for now[0] in (4.0, 8.0, 12.0):
         assert admin.poll("polled") == {}
-    assert admin.begin("next", None, "tenants", "s") == {}  # jobs whose askers are gone make room
+    assert admin.begin("next", None, FindTenants("s")) == {}  # jobs whose askers are gone make room
     release()
     wait_until(lambda: admin.poll("next"))
     assert admin.poll("polled") == {"value": [], "more": False}
@@ -228,13 +229,13 @@ def test_answers_that_one_caller_does_not_fetch_leave_room_for_others(store: Fla
     persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     admin = SessionAdmin(persistence, lambda: ())
     for number in range(64):
-        assert admin.begin(f"left-{number}", "a", "tenants", "s") == {}
+        assert admin.begin(f"left-{number}", "a", FindTenants("s")) == {}
         wait_until(lambda: persistence.stats()["jobs"] == 0)
-    refused = admin.begin("one more", "a", "tenants", "s")
+    refused = admin.begin("one more", "a", FindTenants("s"))
     assert refused["error"] == "unavailable" and "try again" in refused["message"]
-    assert admin.begin("other", "b", "tenants", "s") == {}
+    assert admin.begin("other", "b", FindTenants("s")) == {}
     assert admin.poll("left-0") == {"value": [], "more": False}
-    assert admin.begin("now", "a", "tenants", "s") == {}
+    assert admin.begin("now", "a", FindTenants("s")) == {}
     persistence.close()
 
 
@@ -245,15 +246,15 @@ def test_answers_that_nobody_fetches_are_bounded_for_all_callers_together(
     persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     admin = SessionAdmin(persistence, lambda: ())
     for caller in ("a", "b", "c"):
-        assert admin.begin(caller, caller, "tenants", "s") == {}
+        assert admin.begin(caller, caller, FindTenants("s")) == {}
         wait_until(lambda: persistence.stats()["jobs"] == 0)
-    refused = admin.begin("d", "d", "tenants", "s")
+    refused = admin.begin("d", "d", FindTenants("s"))
     assert refused["error"] == "unavailable" and refused["message"].startswith("3 questions")
     assert admin.poll("a") == {"value": [], "more": False}
-    assert admin.begin("d", "d", "tenants", "s") == {}
-    assert "error" in admin.begin("e", "e", "tenants", "s")
+    assert admin.begin("d", "d", FindTenants("s")) == {}
+    assert "error" in admin.begin("e", "e", FindTenants("s"))
     monkeypatch.setattr(session_admin, "_ABANDONED_SECONDS", -1.0)  # all who asked are gone
-    assert admin.begin("e", "e", "tenants", "s") == {}
+    assert admin.begin("e", "e", FindTenants("s")) == {}
     persistence.close()
 
 
@@ -264,7 +265,7 @@ def test_an_unexpected_error_is_logged_and_its_text_is_not_told(
     monkeypatch.setattr(store, "namespaces", Mock(side_effect=ValueError("a secret")))
     persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     admin = SessionAdmin(persistence, lambda: ())
-    assert admin.begin("job", None, "tenants", "s") == {}
+    assert admin.begin("job", None, FindTenants("s")) == {}
     wait_until(lambda: persistence.stats()["jobs"] == 0)
     assert admin.poll("job") == {"error": "failed", "message": "ValueError"}
     assert "a job on a session failed" in caplog.text and "a secret" in caplog.text
@@ -274,7 +275,7 @@ def test_an_unexpected_error_is_logged_and_its_text_is_not_told(
 def test_a_question_that_the_end_cancels_is_answered(store: FlakyStore) -> None:
     persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
     admin, release = SessionAdmin(persistence, lambda: ()), gate(persistence)
-    assert admin.begin("job", None, "tenants", "s") == {}
+    assert admin.begin("job", None, FindTenants("s")) == {}
     persistence._jobs.close()
     release()
     answer = admin.poll("job")

@@ -12,6 +12,7 @@ from agentspec.server_ext.api.response_figures import _as_text
 from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.figures.traces import Trace, Traces, steps_of
 from agentspec.server_ext.identity import DETAIL_KEY, Identity, RequestTagger
+from agentspec.server_ext.session_questions import EraseSession
 from agentspec.server_ext.step import NewRequest
 
 from .plain_engine import TEXT, Engine
@@ -136,7 +137,7 @@ def test_an_erased_session_leaves_no_trace() -> None:
     engine = Engine()
     engine.run("a", [1, 2, 3], TEXT, session="s", detailed=True)
     engine.run("b", [1, 2, 3], TEXT, session="t", detailed=True)
-    engine.proposer.session("begin", "job", None, "erase", "s", [None])
+    engine.proposer.sessions.begin("job", None, EraseSession("s", [None]))
     figures = engine.proposer.request("a")
     assert figures is not None and "detail" not in figures
     assert len(detail(engine, "b")) > 0
@@ -150,8 +151,8 @@ def test_an_erased_session_is_not_told_as_what_others_rejected() -> None:
     engine.run("b", [4, 5, *said[:9]], [said[9], 8, 9, 10], session="other", detailed=True)
     rejected = [token for step in detail(engine, "b") for token in step["rejected"]]
     assert set(rejected) & set(said)
-    engine.proposer.session("begin", "job", None, "erase", "erased", [None])
-    while not engine.proposer.session("poll", "job"):
+    engine.proposer.sessions.begin("job", None, EraseSession("erased", [None]))
+    while not engine.proposer.sessions.poll("job"):
         time.sleep(0.01)
     found = detail(engine, "b")
     assert [token for step in found for token in step["rejected"]] == [-1] * len(rejected)

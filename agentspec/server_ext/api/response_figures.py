@@ -58,7 +58,7 @@ async def figures_of(engine: Any, request_id: str, call: str | None = None) -> d
     async with asyncio.timeout(_WAIT_SECONDS):
         if lengths := response_lengths_of(engine):
             await lengths.told()
-        answers = await ask_engines(engine, "request", request_id, caller, admin, call)
+        answers = await ask_engines(engine, "request", request_id, caller=caller, admin=admin, call=call)
     if not answers:
         return None
     answer = of_one_call(answers)

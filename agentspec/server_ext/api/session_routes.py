@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -40,6 +40,16 @@ from agentspec.server_ext.api.request_bodies import forget_quotable
 from agentspec.server_ext.api.session_texts import FormatVersion, SessionTexts, turns_of
 from agentspec.server_ext.identity import SESSION_KEY, Identity
 from agentspec.server_ext.identity.callers import NOBODY, Presented, shows_admin_key
+from agentspec.server_ext.session_questions import (
+    ApplyErasures,
+    EraseSession,
+    FindTenants,
+    ImportRecords,
+    ListSessions,
+    ReadSession,
+    SessionQuestion,
+    packed,
+)
 from agentspec.server_ext.vllm_adapter import served_model_key
 from agentspec.server_ext.vllm_adapter.frontend.chats import tokenizer_of
 from agentspec.server_ext.vllm_adapter.frontend.engine_calls import (
@@ -141,14 +151,16 @@ async def list_sessions(
     null: there are none.
     """
     engine = drafting_engine(request)
-    owner, admin = _owner(engine)
-    if owner.caller is None and not admin and not _comes_from_here(request):
+    asker = _asker(engine)
+    identity, admin = asker.identity, asker.is_admin
+    if identity.caller is None and not admin and not _comes_from_here(request):
         why = "all callers of this server are one, so it doesn't list their sessions"
         how = "start it with --api-key, or for this machine alone with --host 127.0.0.1 and call it by that address"
         raise HTTPException(status_code=403, detail=f"{why}: {how}")
     count = min(limit, _LONGEST_LIST)
     found: dict[str, dict[str, Any]] = {}
-    for answer in await _run(engine, owner, "list", owner.tenant, owner.principal, admin, count, before):
+    wanted = ListSessions(identity.tenant, identity.principal, anybody=admin, count=count, before=before)
+    for answer in await _run(engine, identity, wanted):
         found |= {session["key"]: session for session in answer}
     newest = sorted(found.values(), key=lambda session: -session["used"])
     last = newest[count - 1]["used"] if 0 < count <= len(newest) else None
@@ -161,8 +173,8 @@ async def list_sessions(
 async def export_session(request: Request, session_id: str) -> Response:
     """Return a session's turns, or 404 if the caller has no such session."""
     engine = drafting_engine(request)
-    identity = _identity(engine, session_id)
-    payloads = await _run(engine, identity, "read", identity.session)
+    session, identity = _find_session(engine, session_id)
+    payloads = await _run(engine, identity, ReadSession(session))
     log = await asyncio.to_thread(served_model_key, engine.vllm_config)
     body = await asyncio.to_thread(_export, session_id, log, payloads)
     if body is None:
@@ -174,13 +186,13 @@ async def export_session(request: Request, session_id: str) -> Response:
 async def import_session(request: Request, session_id: str, only_new: bool = False) -> dict[str, Any]:
     """Add an exported session's turns, or texts, to a session of the caller. only_new: unless the session exists."""
     engine = drafting_engine(request)
-    identity = _identity(engine, session_id, write=True)
+    session, identity = _find_session(engine, session_id, write=True)
     async with _imports.body_of(request, identity.caller) as body:
         payloads = await _imports.run(identity.caller, lambda: _read(body, engine, session_id, identity))
+        wanted = ImportRecords(session, identity.tenant, payloads, only_new)
         added: list[int] = []
         for number in engine_numbers(engine):  # one by one, because they may share a store
-            args = (identity.session, identity.tenant, payloads, only_new)
-            added += chain(*await _run(engine, identity, "write", *args, engines=[number]))
+            added += chain(*await _run(engine, identity, wanted, engines=[number]))
     return {"id": session_id, "turns": len(payloads), "added": max(added)}
 
 
@@ -188,26 +200,32 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
 async def erase_session(request: Request, session_id: str) -> JSONResponse:
     """Erase a session of the caller. A session that does not exist is erased already."""
     engine = drafting_engine(request)
-    identity = _identity(engine, session_id)
-    tenants = {identity.tenant}.union(*await _run(engine, identity, "tenants", identity.session))
-    erased = await _run(engine, identity, "erase", identity.session, list(tenants))
+    session, identity = _find_session(engine, session_id)
+    tenants = {identity.tenant}.union(*await _run(engine, identity, FindTenants(session)))
+    erased = await _run(engine, identity, EraseSession(session, list(tenants)))
     if len(erased) > 1:  # each engine has to read the others' tombstones before the session is used again
-        await _run(engine, identity, "settle")
+        await _run(engine, identity, ApplyErasures())
     forget_quotable(request.app.state, engine)
     complete = all(answer["complete"] for answer in erased)
     content = {"id": session_id, "records": sum(answer["records"] for answer in erased), "complete": complete}
     return JSONResponse(content, status_code=200 if complete else 202)
 
 
-def _owner(engine: Any) -> tuple[Identity, bool]:
-    """Return the identity of the caller's requests, and whether it is the administrator."""
+class _Asker(NamedTuple):
+    """Hold the identity of a caller's requests, and whether the caller is the administrator."""
+
+    identity: Identity
+    is_admin: bool
+
+
+def _asker(engine: Any) -> _Asker:
+    """Return who asks. Raise 403 where that is not known."""
     sender = presented()
-    admin = shows_admin_key(sender)
-    owner = tagger_of(engine).identity_of({}, sender, cache_salt=_salt(sender))
-    if owner.principal == NOBODY and not admin:
+    asker = _Asker(tagger_of(engine).identity_of({}, sender, cache_salt=_salt(sender)), shows_admin_key(sender))
+    if asker.identity.principal == NOBODY and not asker.is_admin:
         detail = "it is not known whose sessions you ask for: present one API key, and what your gateway adds, once"
         raise HTTPException(status_code=403, detail=detail)
-    return owner, admin
+    return asker
 
 
 def _comes_from_here(request: Request) -> bool:
@@ -221,11 +239,13 @@ def _comes_from_here(request: Request) -> bool:
     return bool(state.agentspec_socket or (state.agentspec_loopback and names_loopback(called)))
 
 
-def _identity(engine: Any, session_id: str, *, write: bool = False) -> Identity:
-    """Return the identity of the caller's requests in a session. The administrator names a session by its key."""
-    _, admin = _owner(engine)
-    if admin and not write and _KEY.fullmatch(session_id):
-        return Identity(session=session_id)
+def _find_session(engine: Any, session_id: str, *, write: bool = False) -> tuple[str, Identity]:
+    """Return a session's key, and the identity of the caller's requests in it.
+
+    The administrator names a session by its key, to read or erase it.
+    """
+    if _asker(engine).is_admin and not write and _KEY.fullmatch(session_id):
+        return session_id, Identity(session=session_id)
     sender = presented()
     identity = tagger_of(engine).identity_of({SESSION_KEY: session_id}, sender, cache_salt=_salt(sender))
     if identity.principal == NOBODY:
@@ -233,22 +253,24 @@ def _identity(engine: Any, session_id: str, *, write: bool = False) -> Identity:
         raise HTTPException(status_code=403, detail=detail)
     if identity.session is None:
         raise _refused("id: 1 to 256 characters without control characters and line ends expected")
-    return identity
+    return identity.session, identity
 
 
 def _salt(sender: Presented | None) -> str | None:
     return next(map(from_header, () if sender is None else sender.all(SALT_HEADER)), None)
 
 
-async def _run(engine: Any, owner: Identity, what: str, *args: Any, engines: Sequence[int] | None = None) -> list[Any]:
-    """Run a job on engines and return their values. engines: None: all. Raise 503 where the store is away.
+async def _run(
+    engine: Any, asker: Identity, question: SessionQuestion, engines: Sequence[int] | None = None
+) -> list[Any]:
+    """Ask engines a question and return their answers. engines: None: all. Raise 503 where the store is away.
 
-    owner: its caller takes turns with others. Salts do not make a caller several.
+    asker: its caller takes turns with others. Salts do not make a caller several.
     """
     job = uuid.uuid4().hex
     numbers = engine_numbers(engine) if engines is None else engines
     for number in numbers:
-        await _ask(engine, number, "begin", job, owner.caller, what, *args)
+        await _ask(engine, number, "begin_session_job", job, asker.caller, *packed(question))
     # Poll all at once, because an engine that is not polled for some seconds takes the asker for gone.
     return await asyncio.gather(*(_value(engine, number, job) for number in numbers))
 
@@ -258,7 +280,7 @@ async def _value(engine: Any, number: int, job: str) -> Any:
     until, pause = time.monotonic() + _WAIT_SECONDS, _FIRST_PAUSE
     parts: list[Any] = []
     while True:
-        answer = await _ask(engine, number, "poll", job)
+        answer = await _ask(engine, number, "poll_session_job", job)
         if "value" in answer:
             if not parts and not answer["more"]:
                 return answer["value"]
@@ -274,7 +296,7 @@ async def _value(engine: Any, number: int, job: str) -> Any:
 
 
 async def _ask(engine: Any, number: int, *question: Any) -> dict[str, Any]:
-    (answer,) = await ask_or_refuse(engine, "session", *question, engines=[number])
+    (answer,) = await ask_or_refuse(engine, *question, engines=[number])
     if "error" in answer:
         status = {"unavailable": 503, "invalid": 400}.get(answer["error"], 500)
         raise HTTPException(status_code=status, detail=answer["message"])

@@ -236,7 +236,8 @@ class OfflineEngine:
             return counts.get("num_draft_tokens", 0), counts.get("num_accepted_draft_tokens", 0)
         if has_draft_figures() or not uses_agentspec(self._engine.vllm_config):
             return 0, 0
-        workers = self.llm.collective_rpc(RPC_METHOD, args=("request", api_request_id(request_id), None, True, None))
+        asked = ("request", api_request_id(request_id))
+        workers = self.llm.collective_rpc(RPC_METHOD, args=asked, kwargs={"admin": True})
         counts = next((answer for answer in workers if answer is not None), None)
         return (0, 0) if counts is None else (counts["drafted"], counts["accepted"])
 

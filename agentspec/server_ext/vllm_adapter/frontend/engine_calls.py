@@ -20,18 +20,22 @@ _CHAT_NUMBER = re.compile(r"_\d+$")
 
 
 async def ask_engines(
-    engine_client: Any, *question: Any, engines: Sequence[int] | None = None, seconds: float | None = None
+    engine_client: Any,
+    *question: Any,
+    engines: Sequence[int] | None = None,
+    seconds: float | None = None,
+    **named: Any,
 ) -> list[dict[str, Any]]:
     """Ask the workers of engines that draft (``worker_rpc``). Return the answers of those that know one.
 
-    engine_client: vLLM's EngineClient. engines: numbers of the engines to ask; None: all. seconds: time limit; None: 5.
-    Raises TimeoutError when that is over, and the engine's own errors.
+    engine_client: vLLM's EngineClient. question, named: what ``worker_rpc`` takes. engines: numbers of the engines to
+    ask; None: all. seconds: time limit; None: 5. Raises TimeoutError when that is over, and the engine's own errors.
     """
     core = engine_client.engine_core
     # With data parallelism vLLM's own collective_rpc returns the first engine's answers alone. The workers get no
     # time limit: vLLM would take an answer that comes after it for the answer of the next call.
     asked = [
-        core._call_utility_async("collective_rpc", RPC_METHOD, None, question, None, engine=core.core_engines[number])
+        core._call_utility_async("collective_rpc", RPC_METHOD, None, question, named, engine=core.core_engines[number])
         for number in (engine_numbers(engine_client) if engines is None else engines)
     ]
     together = asyncio.gather(*asked)

@@ -14,6 +14,7 @@ from typing import Any
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.pricing import EngineLimits
+from agentspec.server_ext.session_questions import unpacked
 from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.step import spread_drafts
 from agentspec.server_ext.vllm_adapter.frontend.shutdown import note_saved, undisturbed
@@ -340,23 +341,26 @@ def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_att
     return bool(original(runner, common_attn_metadata))
 
 
-def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
+def worker_rpc(worker: Any, what: str, *args: Any, **named: Any) -> Any:
     """Answer a question of ``ask_engines``; return None in a worker without an engine.
 
-    what: "stats"; "request", with id, caller, whether the administrator asks, and call; "session", with the arguments
-    of `DraftingEngine.session`. "new_epoch", and "lengths" with the lengths of responses, are noted and answered with
-    None.
+    what: the question. args, named: the arguments of the engine's method that answers it. A question about sessions
+    comes `packed`.
     """
     extension = extension_of(getattr(worker, "model_runner", None))
     if extension is None or extension.engine is None:
         return None
-    if what == "new_epoch":
-        return extension.engine.note_new_epoch()
-    if what == "lengths":
-        return extension.engine.note_lengths(*args)
-    if what == "session":
-        return extension.engine.session(*args)
-    if what == "request":
-        request_id, caller, admin, call = args
-        return extension.engine.request(request_id, caller, call=call, admin=admin)
-    return extension.engine.stats()
+    engine = extension.engine
+    match what:
+        case "request":
+            return engine.request(*args, **named)
+        case "begin_session_job":
+            job, caller, *question = args
+            return engine.sessions.begin(job, caller, unpacked(*question))
+        case "poll_session_job":
+            return engine.sessions.poll(*args)
+        case "lengths":
+            return engine.note_lengths(*args)
+        case "new_epoch":
+            return engine.note_new_epoch()
+    return engine.stats()
