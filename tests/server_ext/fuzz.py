@@ -18,7 +18,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.api.session_routes import _import, _parse, _tokenised
+from agentspec.server_ext.api.session_exports import _import, _parse, _tokenised
 from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger, identify
 from agentspec.server_ext.identity.callers import NOBODY, ApiKeysFile, Callers, Presented
 from agentspec.server_ext.settings import Settings, load_settings

@@ -21,7 +21,7 @@ from agentspec.cache.store import NewEntry, TurnRecord, encode, open_store
 from agentspec.errors import StoreUnavailableError
 from agentspec.protocol import MAX_IMPORT_BYTES, MAX_IMPORT_TURNS
 from agentspec.server_ext import session_admin
-from agentspec.server_ext.api import imports, session_routes
+from agentspec.server_ext.api import imports, session_exports, session_routes
 from tests.server_ext.fuzz import fuzz
 from tests.store.helpers import wait_until
 from tests.timing import assert_fast, beside
@@ -360,7 +360,7 @@ class TestExportAndImport:
         exported: list[bytes | None] = []
 
         def export() -> None:
-            exported.append(session_routes._export("one", "log", [payloads]))
+            exported.append(session_exports.write_export("one", "log", [payloads]))
 
         def measure() -> dict[str, float]:
             calls, _ = beside(export, lambda: time.sleep(0.001), pause=0.0)  # after a sleep it waits for the lock
@@ -386,7 +386,7 @@ def test_of_many_short_turns_or_texts_no_more_are_read_than_fit_into_memory(fiel
     """Each takes 1.5 KB while it is read, and a body has room for two million one-letter texts."""
 
     def parse(count: int) -> None:
-        session_routes._parse(json.dumps({"version": 1, field: ["a"] * count}).encode())
+        session_exports._parse(json.dumps({"version": 1, field: ["a"] * count}).encode())
 
     with pytest.raises(HTTPException) as refused:
         parse(MAX_IMPORT_TURNS + 1)
@@ -413,7 +413,7 @@ def test_the_largest_import_takes_memory_in_proportion(item: str) -> None:
     body = '{"version": 1, "id": "s", "log": "x", "turns": [{"prompt": [' + item * count + "0]}]}"
     tracemalloc.start()
     with pytest.raises(HTTPException, match="turns"):
-        session_routes._parse(body.encode())
+        session_exports._parse(body.encode())
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 30 * len(body)

@@ -4,6 +4,7 @@
 ``session_routes``    a caller's sessions, listed, exported, imported and erased
 ``path_ids``          ids at the end of a path
 ``imports``           the bodies of imports, and the threads that read them
+``session_exports``   the bodies of imports and exports: turns as token ids
 ``session_texts``     texts and messages that a client gives for a session, as turns
 ``request_bodies``    reads two sources of drafts from a request's body:
 ``predictions``       OpenAI's Predicted Outputs, and
