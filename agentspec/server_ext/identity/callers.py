@@ -86,8 +86,8 @@ class Presented:
 class Caller:
     """Name the sender of a request.
 
-    principal: a MAC; None: all callers, where nothing tells them apart; or NOBODY. tenant: the tenant that the operator
-    or a gateway named; None: the principal is a tenant of its own.
+    principal: a MAC, without any ``cache_salt``; None: all callers, where nothing tells them apart; or NOBODY. tenant:
+    the one that the operator or a gateway named; None: the principal is a tenant of its own.
     """
 
     principal: str | None = None
@@ -121,19 +121,19 @@ class Callers:
             return Caller(NOBODY)
         bearer = presented.bearer()
         key = bearer if presented.verified or (self._keys is not None and self._keys.has(bearer)) else None
-        principal = tenant = None
+        name = tenant = None
         if self._principal_header is not None:
-            principal = presented.only(self._principal_header)
-            if principal is None:
+            name = presented.only(self._principal_header)
+            if name is None:
                 return self._nobody("principal_header", self._principal_header)
         if self._tenant_header is not None and presented.all(self._tenant_header):
             tenant = presented.only(self._tenant_header)
             if tenant is None:
                 return self._nobody("tenant_header", self._tenant_header)
-        parts = (key, principal, tenant)
-        owner = None if all(part is None for part in parts) else self.mac("principal", *parts)
+        parts = (key, name, tenant)
+        principal = None if all(part is None for part in parts) else self.mac("principal", *parts)
         of_key = None if self._keys is None else self._keys.tenant_of(key)
-        return Caller(owner, of_key or tenant or self._tenant)
+        return Caller(principal, of_key or tenant or self._tenant)
 
     def _nobody(self, setting: str, header: str) -> Caller:
         """Return a caller without a usable header. Say so once, as a gateway that does not send it costs all drafts."""

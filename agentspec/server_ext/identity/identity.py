@@ -10,6 +10,15 @@ principal, and the LoRA adapter another tenant, as in vLLM's prefix cache.
 The API server writes the identity into the request's ``extra_args`` and removes whatever the caller has put there under
 its name (``RequestTagger``). The engine reads it (``identify``), and it goes into the stored records. An id that cannot
 be used counts as none; it never fails a request.
+
+Four words say whose a request and its texts are:
+
+caller     who sent the request: the API key that vLLM checked, and what a gateway says. Its figures are told to it.
+principal  the caller together with the request's ``cache_salt``. It owns sessions and groups.
+tenant     whose requests draft from each other's answers: the one that the operator or a gateway named, or else the
+           principal. A LoRA adapter sets a tenant apart, and so does a salt.
+owner      in whose share of the memory a text counts when texts are evicted: the caller for sessions and groups, the
+           named tenant for what its requests share
 """
 
 import logging
@@ -56,33 +65,41 @@ _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
 class Identity:
     """Name the texts that a request drafts from and adds to, for the cache and the store.
 
-    Session, parent session and group are keys: MACs of 32 hexadecimal digits over principal and name, so nobody can
-    choose a name that is another principal's. None: the request has none.
+    A key is a MAC of 32 hexadecimal digits over principal and name, so nobody can choose a name that is another
+    principal's. None: the request has none. The API server sends the values to the engine in the order of the fields.
     """
 
+    # The texts
     tenant: str | None = None
     """the tenant that shares its text; None is a tenant too: all requests without keys, salts and adapters"""
     session: str | None = None
+    """key of the session"""
     group: str | None = None
+    """key of the group"""
     scope: Scope = "tenant"
-    """which of these texts it uses"""
-    session_name: str | None = None
-    """name of the session, as the caller gave it"""
-    group_name: str | None = None
-    """name of the group, as the caller gave it"""
+    """which of these texts it drafts from"""
     parent_session: str | None = None
-    principal: str | None = None
-    """owner of the sessions, a MAC; None: all callers who cannot be told apart"""
-    caller: str | None = None
-    """the principal without ``cache_salt``, to which the figures of the request are told"""
-    weight_version: str | None = None
-    """version of the served weights, as the caller gave it"""
-    ignored_ids: int = 0
-    """how many ids could not be used"""
-    named_tenant: str | None = None
-    """the tenant that the operator or a gateway named; None: neither did"""
+    """key of the parent session"""
     final: bool = False
     """whether the session ends with this request, so that its indexes can go"""
+
+    # Who sent it
+    principal: str | None = None
+    """owner of session and group, a MAC; None: all callers who cannot be told apart"""
+    caller: str | None = None
+    """the principal without ``cache_salt``, to which the figures of the request are told"""
+    named_tenant: str | None = None
+    """the tenant that the operator or a gateway named; None: neither did"""
+
+    # What the caller said
+    session_name: str | None = None
+    """name of the session"""
+    group_name: str | None = None
+    """name of the group"""
+    weight_version: str | None = None
+    """version of the served weights"""
+    ignored_ids: int = 0
+    """how many ids could not be used"""
 
     @property
     def owner(self) -> str:
@@ -159,30 +176,29 @@ class RequestTagger:
         if caller.principal == NOBODY:
             return Identity(scope="none", principal=NOBODY, caller=NOBODY, ignored_ids=len(unusable))
         mac = self.callers.mac
-        owner = caller.principal if cache_salt is None else mac("principal and salt", caller.principal, cache_salt)
-        session, parent, group = (names.get(key) for key in (SESSION_KEY, PARENT_KEY, GROUP_KEY))
-        key, parent_key = (None if name is None else mac("session", owner, name) for name in (session, parent))
+        principal = caller.principal if cache_salt is None else mac("principal and salt", caller.principal, cache_salt)
+        session_name, parent_name, group_name = (names.get(key) for key in (SESSION_KEY, PARENT_KEY, GROUP_KEY))
         return Identity(
-            tenant=self._tenant(caller.tenant, owner, cache_salt, adapter),
-            session=key,
-            group=None if group is None else mac("group", owner, group),
+            tenant=self._tenant(caller.tenant, principal, cache_salt, adapter),
+            session=None if session_name is None else mac("session", principal, session_name),
+            group=None if group_name is None else mac("group", principal, group_name),
             scope=max(self._scope, scope, key=SCOPES.index),
-            session_name=session,
-            group_name=group,
-            parent_session=parent_key,
-            principal=owner,
+            parent_session=None if parent_name is None else mac("session", principal, parent_name),
+            final=session_name is not None and extra.get(FINAL_KEY) in (True, "true"),
+            principal=principal,
             caller=caller.principal,
+            named_tenant=caller.tenant,
+            session_name=session_name,
+            group_name=group_name,
             weight_version=names.get(WEIGHTS_KEY),
             ignored_ids=len(unusable),
-            named_tenant=caller.tenant,
-            final=key is not None and extra.get(FINAL_KEY) in (True, "true"),
         )
 
-    def _tenant(self, named: str | None, owner: str | None, salt: str | None, adapter: str | None) -> str | None:
-        """Return the tenant: the named one or the owner itself, set apart for each pair of salt and adapter."""
+    def _tenant(self, named: str | None, principal: str | None, salt: str | None, adapter: str | None) -> str | None:
+        """Return the tenant: the named one or the principal itself, set apart for each pair of salt and adapter."""
         mac = self.callers.mac
         if named is None:
-            return owner if adapter is None else f"{mac('adapter', adapter)}/{owner or ''}"
+            return principal if adapter is None else f"{mac('adapter', adapter)}/{principal or ''}"
         if salt is None and adapter is None and not _LOOKS_QUALIFIED.fullmatch(named):
             return named
         apart = mac("apart", salt, adapter)
