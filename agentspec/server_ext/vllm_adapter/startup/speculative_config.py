@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Literal
 
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.arctic_methods import METHODS, translate, with_model
@@ -85,29 +85,46 @@ def with_underscores(config: Mapping[str, Any] | None) -> dict[str, Any]:
 def create_speculative_config(
     original: Callable[..., Any], engine_args: Any, target_model_config: Any, target_parallel_config: Any
 ) -> Any:
-    """Translate the user's method, let vLLM make its speculative configuration, and decide the draft limit."""
+    """Let vLLM make its speculative configuration, and agentspec draft by it or beside it.
+
+    Each step builds on what the steps before have written into ``engine_args``:
+
+    1. Find out which method is asked for, in a form that vLLM knows.
+    2. From this method and the settings follows the mode, which stays.
+    3. Complete agentspec's own method, or check the drafter of vLLM's. Then vLLM makes its configuration.
+    4. Beside a method of vLLM's, raise the draft limit in that configuration.
+    5. Refuse options that exclude drafts, and prepare what the engine's processes share.
+    """
     switch_on(engine_args, target_model_config, target_parallel_config)
     translate_method(engine_args)
     leave_pooling_models(engine_args, target_model_config)
-    set_draft_limit(engine_args, target_model_config, target_parallel_config)
-    own = _is_own(engine_args)
-    beside = not own and _has_settings(engine_args) and load_settings(engine_args.additional_config).enabled
-    if beside:
+    mode = _mode_of(engine_args)
+    if mode == "own":
+        set_draft_limit(engine_args, target_model_config, target_parallel_config)
+    elif mode == "beside":
         native_methods.check_drafter(with_underscores(engine_args.speculative_config))
     spec = original(engine_args, target_model_config, target_parallel_config)
-    if spec is not None and beside:
+    if spec is None or mode == "off":
+        return spec
+    if mode == "beside":
         draft_beside(spec, engine_args, target_model_config, target_parallel_config)
-    if spec is not None and (own or beside):
-        schedule_synchronously(engine_args, target_model_config, target_parallel_config)
-        settings = settle_store(engine_args.additional_config)
-        server_secret(settings)  # the processes that vLLM starts find it in the environment
-        # The worker would find these errors a minute later, and they would stand in its log alone.
-        if settings.record is not None:
-            make_record(settings.record)
-        check_draft_model(settings, target_model_config)
-        if not _is_server(engine_args):  # a server's routes log it, with who its callers are
-            logger.info("agentspec: %s", what_drafts(spec, settings))
+    schedule_synchronously(engine_args, target_model_config, target_parallel_config)
+    settings = settle_store(engine_args.additional_config)
+    server_secret(settings)  # the processes that vLLM starts find it in the environment
+    # The worker would find these errors a minute later, and they would stand in its log alone.
+    if settings.record is not None:
+        make_record(settings.record)
+    check_draft_model(settings, target_model_config)
+    if not _is_server(engine_args):  # a server's routes log it, with who its callers are
+        logger.info("agentspec: %s", what_drafts(spec, settings))
     return spec
+
+
+def _mode_of(engine_args: Any) -> Literal["own", "beside", "off"]:
+    """Return whether agentspec's own method drafts, or agentspec beside the method that vLLM finds, or neither."""
+    if _is_own(engine_args):
+        return "own"
+    return "beside" if _has_settings(engine_args) and load_settings(engine_args.additional_config).enabled else "off"
 
 
 def is_switched_on(environ: Mapping[str, str] = os.environ) -> bool:
@@ -189,14 +206,12 @@ def leave_pooling_models(engine_args: Any, model_config: Any) -> None:
 
 
 def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
-    """Set ``num_speculative_tokens`` if agentspec's own method drafts and the user gave no number.
+    """Set ``num_speculative_tokens`` of agentspec's own method if the user gave no number.
 
     The limit is the longest draft that the engine can verify, and at least as long as the draft model's drafts.
     """
-    given = with_underscores(engine_args.speculative_config)
-    if given.get("model") != PROPOSER_PATH or given.get("num_speculative_tokens") is not None:
-        return
-    if getattr(engine_args, "spec_tokens", None) is not None:  # vLLM's --spec-tokens
+    given = with_underscores(engine_args.speculative_config).get("num_speculative_tokens")
+    if given is not None or getattr(engine_args, "spec_tokens", None) is not None:  # vLLM's --spec-tokens
         return
     settings = load_settings(engine_args.additional_config)
     limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
