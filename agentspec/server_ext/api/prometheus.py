@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agentspec.server_ext.api.response_figures import set_length
 from agentspec.server_ext.vllm_adapter.frontend.engine_calls import ask_engines, engine_of, engine_ranks
 from agentspec.server_ext.vllm_adapter.frontend.senders import path_of
 
@@ -142,8 +143,7 @@ class MetricsMiddleware:
                 return
             if scope["method"] == "GET" and _is_plain_text(start):
                 body += await self._ours(scope["app"])
-                length = (b"content-length", str(len(body)).encode())
-                start["headers"] = [*(item for item in start["headers"] if item[0] != length[0]), length]
+                set_length(start, body)
             await send(start)
             await send({"type": "http.response.body", "body": body})
 

@@ -137,26 +137,27 @@ class _Response:
         self._asked = asked
         self._predicts = _predicts()
         self._send = send
-        self._start: Message | None = None
-        self._kind = ""
+        self._held: Message | None = None
+        """start of a response in JSON, whose body is collected in ``_body``; None: the response is not held back"""
         self._body = b""
+        self._streams = False
+        """whether the response is a stream, whose pieces are sent as they come"""
         self._first: dict[str, Any] | None = None
 
     async def pass_on(self, message: Message) -> None:
         """Send a message of the response, or hold it back until the figures are known."""
-        if message["type"] == "http.response.start":
-            self._kind = Headers(raw=message["headers"]).get("content-type", "").partition(";")[0]
-            if message["status"] == 200 and self._kind == "application/json":
-                self._start = message
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            content = Headers(raw=message["headers"]).get("content-type", "").partition(";")[0]
+            self._streams = content == "text/event-stream"
+            if content == "application/json":
+                self._held = message
                 return
-            if message["status"] != 200:
-                self._kind = ""
-        elif message["type"] == "http.response.body" and self._start is not None:
+        elif message["type"] == "http.response.body" and self._held is not None:
             self._body += message.get("body", b"")
             if not message.get("more_body", False):
-                await self._send_json(self._start)
+                await self._send_json(self._held)
             return
-        elif message["type"] == "http.response.body" and self._kind == "text/event-stream":
+        elif message["type"] == "http.response.body" and self._streams:
             message = {**message, "body": await self._with_chunk(message.get("body", b""))}
         await self._send(message)
 
@@ -168,8 +169,7 @@ class _Response:
             self._add_usage(answer, figures)
             shown = {**answer, FIGURES: figures} if self._asked else answer
             self._body = json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode()
-        length = (b"content-length", str(len(self._body)).encode())
-        start["headers"] = [*(item for item in start["headers"] if item[0] != length[0]), length]
+        set_length(start, self._body)
         await self._send(start)
         await self._send({"type": "http.response.body", "body": self._body})
 
@@ -216,6 +216,12 @@ class _Response:
         except Exception:  # the response is worth more than its figures
             logger.debug("agentspec: no figures of %s", request_id, exc_info=True)
             return None
+
+
+def set_length(start: Message, body: bytes) -> None:
+    """Let the start of a response say how long its body is."""
+    length = (b"content-length", str(len(body)).encode())
+    start["headers"] = [*(item for item in start["headers"] if item[0] != length[0]), length]
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
