@@ -129,7 +129,7 @@ class SkippedPasses:
             return False
         if not self._caches_prefixes:
             return True
-        begins, ends = step.begins - self._waiting(step), step.begins + step.sampled
+        begins, ends = step.begins - self._kept_counts(step), step.begins + step.sampled
         return bool((begins // block == ends // block).all())
 
     def skip(self, forward: ForwardPass) -> None:
@@ -156,6 +156,7 @@ class SkippedPasses:
         self._rows, self._kept = {}, 0
 
     def _read(self, forward: ForwardPass) -> _StepRows:
+        """Return the rows of a step. They stay for the call of ``propose`` that is told none of this."""
         if self._latest is None or self._latest[0] is not forward:
             self._latest = forward, _StepRows.of(forward)
         return self._latest[1]
@@ -164,7 +165,7 @@ class SkippedPasses:
         """Return how many tokens a pass over ``rows`` rows can take in."""
         return int(self._native.max_num_tokens - rows * self._native.net_num_new_slots_per_request)
 
-    def _waiting(self, step: _StepRows) -> Indices:
+    def _kept_counts(self, step: _StepRows) -> Indices:
         """Return how many tokens are kept for each row, up to the first one of the step."""
         known = [self._rows.get(request_id) for request_id in step.ids]
         found = zip(known, step.begins.tolist(), strict=True)
@@ -200,46 +201,51 @@ class SkippedPasses:
         if latest is None or not self._rows:
             return self._run(**call)
         step = latest[1]
-        waiting = self._waiting(step)
-        drafted = self._catch_up(step, waiting, call) if waiting.any() else self._run(**call)
+        counts = self._kept_counts(step)
+        drafted = self._run_with_kept(step, counts, call) if counts.any() else self._run(**call)
         self._drop_unless_absent(step.ids)
         return drafted
 
-    def _catch_up(self, step: _StepRows, waiting: Indices, call: dict[str, Any]) -> Any:
-        """Run the pass with the kept tokens in front. If its buffers don't hold both, run these in a pass before."""
-        metadata = call["common_attn_metadata"]
-        own = self._own_places(step, metadata, call.get("num_rejected_tokens_gpu"))
-        late, count = np.flatnonzero(waiting), int(waiting.sum())
-        kept = _ranges(np.cumsum(waiting) - waiting, waiting)
-        inputs = self._with_kept(step, waiting, late, call)
-        own = [piece + count for piece in own]
-        run = _Pass(self._run, self._native.block_size, inputs, metadata, call["sampling_metadata"])
-        ends = step.begins + np.array([len(piece) for piece in own], np.int64)
-        if sum(map(len, (*kept, *own))) <= self._room(len(own)):
-            own = [np.concatenate(pieces) for pieces in zip(kept, own, strict=True)]
-        else:
-            following = inputs.tokens[_on(inputs.tokens, [own[i][0] for i in late])]
-            run(0, late, [kept[i] for i in late], step.begins[late], following)
-        return run(call["num_speculative_tokens"], range(len(own)), own, ends, call["next_token_ids"])
+    def _run_with_kept(self, step: _StepRows, counts: Indices, call: dict[str, Any]) -> Any:
+        """Run the pass with the kept tokens in front. If its buffers don't hold both, run these in a pass before.
 
-    def _with_kept(self, step: _StepRows, waiting: Indices, late: Indices, call: dict[str, Any]) -> _Inputs:
-        """Return the kept input of these rows, one after the other, and behind it vLLM's input of the pass."""
+        counts: the tokens kept for each row. call: vLLM's arguments of ``propose``, by name.
+        """
+        metadata = call["common_attn_metadata"]
+        behind = np.flatnonzero(counts)  # rows that have kept tokens
+        inputs = self._join_inputs(step, counts, behind, call)
+        # Where each row's tokens are in these inputs: the kept ones, and behind all of these the new ones.
+        kept, before = _ranges(np.cumsum(counts) - counts, counts), int(counts.sum())
+        new = [before + places for places in self._new_places(step, metadata, call.get("num_rejected_tokens_gpu"))]
+        run = _Pass(self._run, self._native.block_size, inputs, metadata, call["sampling_metadata"])
+        if sum(map(len, (*kept, *new))) <= self._room(len(new)):
+            queries = [np.concatenate(places) for places in zip(kept, new, strict=True)]
+        else:
+            first_new = inputs.tokens[_on(inputs.tokens, [new[row][0] for row in behind])]
+            run(0, behind, [kept[row] for row in behind], step.begins[behind], first_new)
+            queries = new
+        ends = step.begins + np.array([len(places) for places in new], np.int64)
+        return run(call["num_speculative_tokens"], range(len(new)), queries, ends, call["next_token_ids"])
+
+    def _join_inputs(self, step: _StepRows, counts: Indices, behind: Indices, call: dict[str, Any]) -> _Inputs:
+        """Return the kept input of the rows ``behind``, one after the other, then vLLM's input of the pass."""
         import torch
 
-        own = _Inputs(call["target_token_ids"], call["target_positions"], call["target_hidden_states"])
-        positions = _ranges(step.begins - waiting, waiting)
-        tokens = np.concatenate([step.texts[row, positions[row]] for row in late])
+        new = _Inputs(call["target_token_ids"], call["target_positions"], call["target_hidden_states"])
+        positions = _ranges(step.begins - counts, counts)
+        tokens = np.concatenate([step.texts[row, positions[row]] for row in behind])
         if self._states is None:
-            states = own.states[:1].expand(len(tokens), -1)  # the drafter reads no hidden states
+            states = new.states[:1].expand(len(tokens), -1)  # the drafter reads no hidden states
         else:
-            states = self._states[_on(own.states, np.concatenate([self._rows[step.ids[row]].places() for row in late]))]
+            places = np.concatenate([self._rows[step.ids[row]].places() for row in behind])
+            states = self._states[_on(new.states, places)]
         return _Inputs(
-            torch.cat((_on(own.tokens, tokens).to(own.tokens.dtype), own.tokens)),
-            torch.cat((_on(own.positions, np.concatenate(positions)).to(own.positions.dtype), own.positions)),
-            torch.cat((states, own.states)),
+            torch.cat((_on(new.tokens, tokens).to(new.tokens.dtype), new.tokens)),
+            torch.cat((_on(new.positions, np.concatenate(positions)).to(new.positions.dtype), new.positions)),
+            torch.cat((states, new.states)),
         )
 
-    def _own_places(self, step: _StepRows, metadata: Any, rejected: Any) -> list[Indices]:
+    def _new_places(self, step: _StepRows, metadata: Any, rejected: Any) -> list[Indices]:
         """Return, for each row, the places in vLLM's input of the tokens to take in: its query less rejected drafts."""
         starts = metadata.query_start_loc_cpu.numpy().astype(np.int64)
         if len(starts) != len(step.ids) + 1:
