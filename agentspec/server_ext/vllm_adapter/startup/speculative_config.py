@@ -89,10 +89,10 @@ def create_speculative_config(
 
     Each step builds on what the steps before have written into ``engine_args``:
 
-    1. Find out which method is asked for, in a form that vLLM knows.
-    2. From this method and the settings follows the mode, which stays.
-    3. Complete agentspec's own method, or check the drafter of vLLM's. Then vLLM makes its configuration.
-    4. Beside a method of vLLM's, raise the draft limit in that configuration.
+    1. Settle which method the options name, in a form that vLLM knows.
+    2. Decide by that method and the settings whether agentspec drafts by its own method, beside another, or not.
+    3. Complete agentspec's own method, or check the drafter beside which it drafts. Let vLLM make its configuration.
+    4. Raise the draft limit in that configuration beside a method of vLLM's.
     5. Refuse options that exclude drafts, and prepare what the engine's processes share.
     """
     switch_on(engine_args, target_model_config, target_parallel_config)
