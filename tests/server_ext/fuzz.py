@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,7 @@ _EXTRA = {
     "parent_session_id": "p",
     "weight_version": "w",
     "agentspec_scope": "session",
-    IDENTITY_KEY: ["t", "s", "g", "tenant", "s", "g", "p", "q", "c", "w", 0],
+    IDENTITY_KEY: list(astuple(Identity("t", "s", "g", principal="p", caller="c", session_name="s", group_name="g"))),
 }
 _HEADERS = ((b"authorization", b"Bearer ada"), (b"x-principal", b"ada"), (b"x-tenant", b"acme"), (b"x-other", b"1"))
 _SETTINGS = {"store": URL, "tenant": "t", "scope": "session", "max_bytes": 1_000_000, "principal_header": "X-A"}
