@@ -125,10 +125,10 @@ def test_the_bitmask_is_laid_out_for_the_longest_draft_of_the_step(config: Any) 
         return bitmask
 
     for drafts, rows in (({}, 2), ({"a": [1, 2, 3]}, 8), ({"b": [1] * 128, "c": [1]}, 258)):
-        assert len(grammar_bitmask.grammar_bitmask(fill, manager, {}, ["a", "b"], drafts)) == rows
+        assert len(grammar_bitmask.even_grammar_bitmask(fill, manager, {}, ["a", "b"], drafts)) == rows
         assert manager.vllm_config is config
     with pytest.raises(KeyError):
-        grammar_bitmask.grammar_bitmask(lambda *_: dict[str, int]()["missing"], manager, {}, ["a"], {})
+        grammar_bitmask.even_grammar_bitmask(lambda *_: dict[str, int]()["missing"], manager, {}, ["a"], {})
     assert manager.vllm_config is config
     assert max(allocated) == 512
 
@@ -138,5 +138,5 @@ def test_a_bitmask_that_was_large_for_one_step_is_given_back(config: Any) -> Non
     seqs = 1 << (config.scheduler_config.max_num_seqs - 1).bit_length()
     many = [str(i) for i in range(seqs)]
     for ids, drafts in ((["0"], {}), (many, {"0": [1] * 15}), (many, {"0": [1]}), (["0"], {})):
-        grammar_bitmask.grammar_bitmask(lambda *_: None, manager, {}, ids, drafts)
+        grammar_bitmask.even_grammar_bitmask(lambda *_: None, manager, {}, ids, drafts)
     assert allocated == [seqs, 16 * seqs, seqs]

@@ -20,15 +20,30 @@ def grammar_bitmask(
     structured_output_request_ids: Sequence[str],
     scheduled_spec_decode_tokens: Mapping[str, Sequence[int]],
 ) -> Any:
+    """Allocate a bitmask for this step's drafts, one row for each position to verify, before vLLM fills it."""
+    ids, drafts = structured_output_request_ids, scheduled_spec_decode_tokens
+    if lengths := _masked_lengths(manager, ids, drafts):
+        _make_room(manager, len(lengths) + sum(lengths))
+    return original(manager, requests, ids, drafts)
+
+
+def even_grammar_bitmask(
+    original: Callable[..., Any],
+    manager: Any,
+    requests: Any,
+    structured_output_request_ids: Sequence[str],
+    scheduled_spec_decode_tokens: Mapping[str, Sequence[int]],
+) -> Any:
     """Allocate a bitmask with as many rows for each request as the longest draft of the step needs, and tell vLLM so.
 
-    From 0.33 on the worker divides the rows evenly among the requests. Before, vLLM passes on only those that it fills.
+    The worker divides the rows among the requests, however many there are.
     """
     ids, drafts, config = structured_output_request_ids, scheduled_spec_decode_tokens, manager.vllm_config
-    if not ids or manager.backend is None or not uses_agentspec(config):
+    lengths = _masked_lengths(manager, ids, drafts)
+    if not lengths:
         return original(manager, requests, ids, drafts)
-    longest = max(len(drafts.get(request_id, ())) for request_id in ids)
-    _make_room(manager, len(ids) * (1 + longest))
+    longest = max(lengths)
+    _make_room(manager, len(lengths) * (1 + longest))
     manager.vllm_config = _StepConfig(config, longest)
     try:
         return original(manager, requests, ids, drafts)
@@ -45,6 +60,13 @@ class _StepConfig:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._vllm_config, name)
+
+
+def _masked_lengths(manager: Any, ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> list[int]:
+    """Return the length of each draft that a grammar masks, in tokens; an empty list if vLLM's own bitmask serves."""
+    if not ids or manager.backend is None or not uses_agentspec(manager.vllm_config):
+        return []
+    return [len(drafts.get(request_id, ())) for request_id in ids]
 
 
 def _make_room(manager: Any, rows: int) -> None:
