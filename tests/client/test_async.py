@@ -100,6 +100,33 @@ async def test_a_plain_server_gets_nothing_unknown(plain_server: FakeServer) -> 
     assert plain_server.chats[1].body.keys() == {"model", "messages", "stream"}
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("call", ["get", "put", "delete"])
+async def test_an_exit_while_the_server_is_probed_primed_or_cleared_ends_the_program(
+    server: FakeServer, call: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's handler calls sys.exit() wherever the program is."""
+
+    def leave(*_: object, **__: object) -> None:
+        raise SystemExit(3)
+
+    client: Any = connect(server) if asynchronous else AgentClient(base_url=server.url, model="small")
+    session = client.session()
+    if call != "get":
+        said = session.chat("one")
+        await said if asynchronous else None
+    monkeypatch.setattr(client.openai, call, leave)
+    with pytest.raises(SystemExit):
+        calls = {"get": lambda: session.chat("one"), "put": lambda: session.prime(["text"]), "delete": session.clear}
+        done = calls[call]()
+        await done if asynchronous else None
+    monkeypatch.undo()
+    said = session.chat("two")
+    await said if asynchronous else None
+    closed = client.close()
+    await closed if asynchronous else None
+
+
 async def test_streams(server: FakeServer) -> None:
     async with connect(server) as client:
         session = client.session("s")

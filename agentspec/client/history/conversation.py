@@ -290,8 +290,10 @@ class Conversation:
     def answer_calls(self, kept_for: Reservation, answers: Mapping[int, str], otherwise: str) -> None:
         """Append the answers to the latest message's tool calls, and end the reservation that `turn` left for them.
 
-        kept_for: that reservation. Nothing happens unless it holds the session, as when the model called no tools.
-        answers: the answers by the call's index. otherwise: the answer to the other calls.
+        kept_for: that reservation. If it does not hold the session, because the model called no tools, this does
+            nothing.
+        answers: the answers by the call's index.
+        otherwise: the answer to the other calls.
 
         Appends after a conflict, too, as a turn does, so that no call stays unanswered.
         """

@@ -1,4 +1,4 @@
-"""Do the steps of a generator: with threads in a synchronous program, with tasks in asyncio.
+"""Do the steps of a generator, in a synchronous program or in asyncio.
 
 Loops and requests to the extension are such generators. They yield a step, and are sent its result or error.
 """
@@ -34,7 +34,7 @@ class Apply(NamedTuple):
 
 
 class Together(NamedTuple):
-    """Ask for several loops, `at_once` of them at a time."""
+    """Ask for several generators of steps, `at_once` of them at a time: in threads, or in tasks in asyncio."""
 
     loops: Sequence[Steps[None]]
     at_once: int
@@ -49,7 +49,7 @@ def check_count(name: str, count: int) -> None:
 def run_loop(account: Account, steps: Steps[Stopped]) -> LoopResult[Any]:
     """Run a loop to its end, in this thread and others."""
     try:
-        stopped = run_steps(steps)
+        stopped = run_steps(steps, contained=True)
     except BudgetSpentError as error:
         stopped = error.what
     finally:
@@ -57,8 +57,12 @@ def run_loop(account: Account, steps: Steps[Stopped]) -> LoopResult[Any]:
     return account.result(stopped)
 
 
-def run_steps(steps: Steps[T]) -> T:
-    """Do the steps in this thread and others, and return their result."""
+def run_steps(steps: Steps[T], *, contained: bool = False) -> T:
+    """Do the steps in this thread, and return their result.
+
+    contained: whether an exit or a cancellation that a called function raises becomes an error of its step. The model's
+    code, if a tool or critic runs it, must not exit the program; a signal's handler must.
+    """
     with closing(steps):
         result, error = None, None
         while True:
@@ -69,7 +73,11 @@ def run_steps(steps: Steps[T]) -> T:
                 return value
             try:
                 result, error = _perform(step), None
-            except (Exception, SystemExit, asyncio.CancelledError) as raised:
+            except Exception as raised:
+                result, error = None, raised
+            except (SystemExit, asyncio.CancelledError) as raised:
+                if not contained:
+                    raise
                 result, error = None, _as_error(raised)
 
 
@@ -102,7 +110,7 @@ def _run_together(step: Together) -> None:
                 steps, future = waiting.popleft()
             except IndexError:  # there is none left
                 return
-            _settle(future, functools.partial(run_steps, steps))
+            _settle(future, functools.partial(run_steps, steps, contained=True))
             if future.exception() is not None:
                 waiting.clear()
                 return
@@ -149,10 +157,8 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
-def _as_error(raised: Exception | SystemExit | asyncio.CancelledError) -> Exception:
-    """Return an error for the loop. The model's code, if a tool or critic runs it, must not exit the program."""
-    if isinstance(raised, Exception):
-        return raised
+def _as_error(raised: SystemExit | asyncio.CancelledError) -> Exception:
+    """Return an error that says what was raised."""
     error = RuntimeError(f"{type(raised).__name__}: {raised}")
     error.__cause__ = raised
     return error
@@ -161,7 +167,7 @@ def _as_error(raised: Exception | SystemExit | asyncio.CancelledError) -> Except
 async def run_loop_async(account: Account, steps: Steps[Stopped]) -> LoopResult[Any]:
     """Run a loop to its end, in this task and others."""
     try:
-        stopped = await run_steps_async(steps)
+        stopped = await run_steps_async(steps, contained=True)
     except BudgetSpentError as error:
         stopped = error.what
     finally:
@@ -169,8 +175,8 @@ async def run_loop_async(account: Account, steps: Steps[Stopped]) -> LoopResult[
     return account.result(stopped)
 
 
-async def run_steps_async(steps: Steps[T]) -> T:
-    """Do the steps in this task and others, and return their result."""
+async def run_steps_async(steps: Steps[T], *, contained: bool = False) -> T:
+    """Do the steps in this task, and return their result. contained: as for `run_steps`."""
     with closing(steps):
         result, error = None, None
         while True:
@@ -181,13 +187,14 @@ async def run_steps_async(steps: Steps[T]) -> T:
                 return value
             try:
                 result, error = await _perform_async(step), None
-            except (Exception, SystemExit) as raised:
-                result, error = None, _as_error(raised)
-            except asyncio.CancelledError as raised:
+            except Exception as raised:
+                result, error = None, raised
+            except (SystemExit, asyncio.CancelledError) as raised:
                 task = asyncio.current_task()
-                if task is None or task.cancelling():
+                cancelled = isinstance(raised, asyncio.CancelledError) and (task is None or task.cancelling())
+                if cancelled or not contained:
                     raise
-                result, error = None, _as_error(raised)  # something that the function awaited was cancelled
+                result, error = None, _as_error(raised)  # an exit, or something that the function awaited was cancelled
 
 
 async def _perform_async(step: Any) -> Any:
@@ -203,7 +210,7 @@ async def _perform_async(step: Any) -> Any:
 
     async def one(steps: Steps[None]) -> None:
         async with free:
-            await run_steps_async(steps)
+            await run_steps_async(steps, contained=True)
 
     tasks = [asyncio.create_task(one(steps)) for steps in step.loops]
     try:
