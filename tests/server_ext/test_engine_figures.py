@@ -159,14 +159,19 @@ def test_a_token_that_was_sampled_behind_an_accepted_end_is_not_counted() -> Non
 
 
 @pytest.mark.parametrize("lost", [2, 3, 5])
-def test_tokens_that_a_failed_load_of_the_kv_cache_discards_are_not_counted(lost: int, tmp_path: Path) -> None:
+def test_the_step_record_takes_a_row_that_a_failed_load_of_the_kv_cache_shortens(lost: int, tmp_path: Path) -> None:
     """vLLM shortens the row before the next step, so it may be shorter than at the step before."""
-    rows = Rows(record=str(tmp_path / "steps.jsonl"))
+    record = tmp_path / "steps.jsonl"
+    rows = Rows(record=str(record))
     rows.step(("0",))
     rows.step(("0",), drafted=5)
     rows.lengths[0] -= lost
     rows.step(("0",))
     assert rows.tokens_and_steps("0") == (8 - lost, 3)
+    figures = rows.proposer.request("0")
+    assert figures is not None and figures["accepted"] <= figures["tokens"] - 1
+    rows.proposer.close()
+    assert [json.loads(line)["tokens"] for line in record.read_text().splitlines()] == [1, 6, max(1 - lost, 0)]
 
 
 def test_the_given_price_goes_with_every_step() -> None:

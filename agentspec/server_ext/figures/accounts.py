@@ -90,13 +90,15 @@ class Accounts:
         """Count a step of one request in its figures, its trace and the step record.
 
         row: its row in the engine's token array. length: of its text now, in tokens. drafted_by_source,
-        accepted_by_source: tokens of its draft that the step verified and accepted; empty: it had no draft.
+        accepted_by_source: tokens of its draft that the step verified and accepted; empty, or all 0: it had no draft.
         """
         response = state.response
         begin = response.prompt_length + response.length
         drafted, accepted = self._metrics.add_draft(response.figures, drafted_by_source, accepted_by_source)
         added, accepted = response.add_step(step.tokens, row, length, accepted, accepted_by_source)
         if state.trace is not None:
+            if added < 0:
+                self._traces.cut(state.trace, -added)
             self._traces.add(state.trace, step.tokens[row, begin : begin + added].tolist(), drafted, accepted)
         if self._step_record is not None:
             self._step_record.add(
@@ -108,7 +110,7 @@ class Accounts:
                     "source": state.draft_source if drafted else None,
                     "drafted": drafted,
                     "accepted": accepted,
-                    "tokens": added,
+                    "tokens": max(added, 0),
                     "ns": state.draft_ns,
                 }
             )

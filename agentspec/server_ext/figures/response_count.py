@@ -80,8 +80,11 @@ class ResponseCount:
     ) -> tuple[int, int]:
         """Add a step. Return how many of its tokens, and of its accepted tokens, are not behind the end.
 
+        The first number is negative where the engine has taken tokens back, because a load of the KV cache has failed.
+
         tokens: [R, L] the engine's token array. row: the request's row. length: tokens of its prompt and response now.
-        by_source: its accepted tokens, which the figures count already; reduced to those that are not behind the end.
+        by_source: its accepted tokens, which the figures count already; reduced, here and in `end_at`, to those that
+        are not behind the end.
         """
         begin = self.prompt_length + self.length
         added = gained = length - begin
@@ -95,7 +98,10 @@ class ResponseCount:
             if self.repetition is not None:
                 end = self.repetition.end_of(tokens[row, self.prompt_length : begin + added], self.length)
                 added = added if end is None else end - self.length
-        self.figures.tokens += added
+        if added < 0:
+            self.figures.take_back(-added)
+        else:
+            self.figures.tokens += added
         self.figures.steps += 1
         if accepted > added:
             self.figures.cut_accepted(by_source, added)
