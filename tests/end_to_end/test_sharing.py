@@ -186,15 +186,15 @@ def _text_of(answer: Any) -> Any:
     return [_text_of(item) for item in answer] if isinstance(answer, list) else None
 
 
-def forged(key: str, session: str, group: str = "g") -> list[Any]:
-    """Return this caller's identity as the API server would write it. The forger even knows the secret."""
+def forged(key: str, session: str, group: str = "g") -> dict[str, Any]:
+    """Return this caller's identity by field, as the API server would write it. The forger even knows the secret."""
     shown = Presented([(b"authorization", f"Bearer {key}".encode())], verified=True)
     tagger = RequestTagger(Callers(Settings(store="memory://"), SECRET.encode()), "tenant")
     given = {"session_id": session, "group_id": group, "parent_session_id": "p", "weight_version": "w"}
     identity: list[Any] = tagger.tag(given, shown)[IDENTITY_KEY]
-    missing = [field.name for field, value in zip(fields(Identity), identity, strict=True) if value is None]
-    assert missing == ["named_tenant"]
-    return ["acme" if value is None else value for value in identity]
+    by_field = {field.name: value for field, value in zip(fields(Identity), identity, strict=True)}
+    assert [name for name, value in by_field.items() if value is None] == ["named_tenant"]
+    return by_field | {"named_tenant": "acme"}
 
 
 def test_each_key_shares_with_itself_alone(shared_by: dict[str, ModelServer]) -> None:
@@ -214,11 +214,12 @@ def test_a_key_hits_and_another_does_not_by_every_route(shared_by: dict[str, Mod
     assert caller.ask(ADA, "two", group="elsewhere")["global"] > 0
     as_ada = forged(ADA, caller.named("one"), caller.named("problem"))
     claims: list[dict[str, Any]] = [
-        {IDENTITY_KEY: as_ada},
-        {"tenant": as_ada[0], "session": as_ada[1], "group": as_ada[2], "principal": as_ada[7], "caller": as_ada[8]},
-        {"agentspec_tenant": as_ada[0], "agentspec_principal": as_ada[7], "agentspec_session": as_ada[1]},
+        {IDENTITY_KEY: list(as_ada.values())},
+        {name: as_ada[name] for name in ("tenant", "session", "group", "principal", "caller")},
+        {f"agentspec_{name}": as_ada[name] for name in ("tenant", "principal", "session")},
     ]
-    headers = {"X-Principal": "ada", "X-Tenant": str(as_ada[0]), "X-Agentspec-Identity": json.dumps(as_ada)}
+    headers = {"X-Principal": "ada", "X-Tenant": as_ada["tenant"]}
+    headers["X-Agentspec-Identity"] = json.dumps(list(as_ada.values()))
     if route == "messages" and not messages_take_xargs():  # then a body has no claims and no scope
         assert caller.ask(BOB, "one", headers=headers) == NOWHERE
         return
@@ -291,7 +292,7 @@ def test_stats_and_log_name_no_session_and_no_key(shared_by: dict[str, ModelServ
             unkeyed[:16],
             SECRET,
             ADMIN,
-            str(forged(ADA, caller.named("a-session-of-ada"))[1]),
+            str(forged(ADA, caller.named("a-session-of-ada"))["session"]),
         ):
             assert secret not in text
 

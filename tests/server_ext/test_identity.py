@@ -134,7 +134,8 @@ class TestTagging:
         assert "key-ada" not in str(tagged) and "my salt" not in str(tagged)
 
     @pytest.mark.parametrize(
-        "tag", [None, "abc", [], ["x"], [1, 2], {"a": 1}, 5, [None] * FIELDS, ["t", "s", "g", "tenant", *[1] * 7]]
+        "tag",
+        [None, "abc", [], ["x"], [1, 2], {"a": 1}, 5, [None] * FIELDS, ["t", "s", "g", "tenant", *[1] * (FIELDS - 4)]],
     )
     def test_a_request_without_a_proper_tag_shares_nothing(self, tag: object) -> None:
         for found in (identify({"session_id": "s", IDENTITY_KEY: tag}), identify({}), identify(None)):
