@@ -28,9 +28,22 @@ def block_of(text: str, fence: str) -> str:
 
 
 def text_of(answer: str) -> str:
-    """Return the text of an answer's first code block, whatever its fence; the whole answer without one."""
-    found = re.search(r"^(`{3,})[^`\n]*\n(.*?)^\1`*\s*$", answer, re.DOTALL | re.MULTILINE)
-    return found.group(2) if found else answer
+    """Return the text of an answer's first code block, with the blocks in it; the whole answer without one."""
+    lines = answer.splitlines(keepends=True)
+    begin, open_fences = 0, list[str]()
+    for number, line in enumerate(lines):
+        language = line.lstrip("`")
+        fence = line.removesuffix(language)
+        if len(fence) < 3:
+            continue
+        if open_fences and not language.strip() and len(fence) >= len(open_fences[-1]):
+            open_fences.pop()
+            if not open_fences:
+                return "".join(lines[begin:number])
+        else:
+            begin = begin if open_fences else number + 1
+            open_fences.append(fence)
+    return answer
 
 
 def describe(reply: Reply) -> str:

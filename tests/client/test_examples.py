@@ -131,6 +131,7 @@ def test_the_editor_takes_a_file_with_code_blocks(server: FakeServer, tmp_path: 
         ("a = 1\n", "a = 2\n", "a = 2\n"),
         ("a = 1\n", "```\na = 2\n```\nRun:\n```\npython a.py\n```", "a = 2\n"),
         ("a = 1\n", "````\na = 2\n````", "a = 2\n"),
+        ("a = 1\n", "```md\n# T\n```py\na = 2\n```\nb\n```", "# T\n```py\na = 2\n```\nb\n"),
     ],
 )
 def test_the_editor_takes_the_whole_block_of_an_answer(
