@@ -88,7 +88,7 @@ class SuffixCache(KeptTurns):
     max_bytes: budget for all memory, that of learned state and running requests included (None: no limit).
     max_tokens: a further limit on the tokens that are kept of finished requests.
     per_tenant, per_session: budgets of a single tenant and session. A session over its own budget keeps its newest
-    part, and so does its family.
+        part, and so does its family.
     policy: settings of the drafting rule (None: the defaults).
     vocab_size: token ids must be below it (None: below 2**31).
     history: how long groups and tenants draft from a response, at most (None: no limit).
@@ -159,14 +159,14 @@ class SuffixCache(KeptTurns):
         """Begin a request.
 
         prompt: int32 [P] or a sequence of int. Ids from vocab_size on, which models use as placeholders of images, are
-        context, and never drafted.
+            context, and never drafted.
         session: the session whose earlier turns it drafts from.
         group: the problem that it works on. Sessions of a group draft from each other's responses first.
         tenant: the tenant whose index it shares. All requests without one are one tenant.
         scope: which of these it drafts from and adds to (`Scope`).
         end_tokens: int32 [E], tokens that end the response. No draft goes on behind one.
-        owner: for whom the session and group count when memory is scarce, such as the caller. None: for their present
-        owner; new ones for the tenant.
+        owner: for whom the session and group count when memory is scarce, such as the caller. None: a known session or
+            group keeps its owner, a new one counts for the tenant.
         tenant_owner: for whom the tenant counts. None: as for owner.
         parent: the session that started this one, if any.
         prediction: at most MAX_PREDICTION tokens that the response is expected to resemble (source "prediction").

@@ -57,7 +57,7 @@ void Cache::add_response(const Turn& turn, Origin origin, const TurnTarget& to, 
   }
 }
 
-// Counts an entry anew to which a turn was added, and marks it as used unless another process said the turn.
+// Counts anew an entry that a turn was added to. Marks it as used, unless the turn is another process's.
 void Cache::count_added(CacheEntry& entry, Origin origin) {
   if (origin != Origin::kFollowed) entries_.touch(entry);
   entries_.count(entry);

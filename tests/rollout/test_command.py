@@ -15,8 +15,10 @@ from rich.progress import Progress
 
 from agentspec.cli import rollout
 from agentspec.cli.app import main
+from agentspec.problems import Problem
 from agentspec.rollout import OfflineEngine
 from agentspec.rollout.plan import EpochFigures
+from agentspec.rollout.samples import Sample
 from agentspec.server_ext.vllm_adapter import offline
 from tests.rollout.stand_in_engine import LLM, Engine
 
@@ -118,7 +120,7 @@ def test_the_documentations_script_runs(
 ) -> None:
     """On CPUs, vLLM's engine process imports the script. If that started another engine, none would come up."""
     page = (Path(__file__).parents[2] / "docs" / "rl.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    _, script = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     started = []
 
     def start(model: str, **_: Any) -> OfflineEngine:
@@ -131,6 +133,16 @@ def test_the_documentations_script_runs(
     assert not started
     exec(script, {"__name__": "__main__"})
     assert started == ["MODEL"] and capsys.readouterr().out == "2.0 0.25\n" * 3
+
+
+def test_the_documentations_reward_scores_a_sample() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rl.md").read_text(encoding="utf-8")
+    reward, _ = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names = dict[str, Any]()
+    exec(reward, names)
+    problem = Problem("a", "2 + 2?", {"answer": "4"})
+    scores = [names["score"](problem, Sample("a", 0, 0, [1], [2], [0.0], text)) for text in ("It is 4.", "It is 5.")]
+    assert scores == [1.0, 0.0]
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def test_prune_on_a_full_disk_is_named_and_can_be_repeated(
     ("options", "message"),
     [
         (("--tenant", "nobody"), "no stored turn of model demo/model, tokenizer demo/model and tenant nobody"),
-        (("--hf-overrides", '{"rope_scaling": {"factor": 4.0}}'), "--hf-overrides and --model-key as the server has"),
+        (("--hf-overrides", '{"rope_scaling": {"factor": 4.0}}'), "--model-key and AGENTSPEC_SECRET as the server has"),
         (("--hf-overrides", "[]"), "--hf-overrides must be a JSON object, got list"),
         (("--tenant", "a\nb"), "tenant"),
         (("--size", 1536), "size: "),

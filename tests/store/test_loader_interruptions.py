@@ -15,7 +15,7 @@ from tests.store.loader_fixtures import CORPUS, SlowSession, fill, loader, sessi
 __all__ = ["loader", "store"]
 
 
-def test_a_session_that_is_erased_between_two_slices_of_a_corpus_is_dropped(store: FlakyStore) -> None:
+def test_a_session_that_is_erased_between_two_batches_of_a_corpus_is_dropped(store: FlakyStore) -> None:
     between, goes_on = threading.Event(), threading.Event()
 
     def before_read(namespace: str, tenant: str | None) -> None:

@@ -126,7 +126,7 @@ class AcceptanceCalibrator:
     def learn(self, scored: ScoredToken, accepted: bool, observation_weight: int = 1) -> None:
         """Learn whether the target accepted the token.
 
-        observation_weight: what the observation of a token of the model's own counts as. The regressions need no such
+        observation_weight: how many observations a token of the model's own counts for. The regressions need no such
         number, as they learn from each token what they can.
         """
         self.seen[scored.kind] += 1

@@ -40,7 +40,7 @@ class TokenChoices:
     """Say how many tokens a drafter of whole batches may draft for each row in one step.
 
     fewest: of a step in which it runs; 0: its first pass has to run, whether it drafts or not. most: 0 if the drafter
-    cannot run in this step. may_rest: whether it may be left out of this step instead.
+    cannot draft in this step (then fewest is 0, too). may_rest: whether it may be left out of this step instead.
     """
 
     fewest: int
@@ -48,7 +48,7 @@ class TokenChoices:
     may_rest: bool = False
 
     @property
-    def least(self) -> int:
+    def cheapest(self) -> int:
         """Return the choice that takes the least time: RESTS if it may rest, otherwise the fewest tokens."""
         return RESTS if self.may_rest else self.fewest
 

@@ -228,8 +228,8 @@ class Gains:
 class DraftModelScheduler:
     """Choose the rows for which the draft model runs, by its gains and its time. Plain arithmetic, no I/O.
 
-    observation_weights: weight by position of what this step's run shows: 1 for this step, plus the steps since the
-    latest run that drafted there. The last one counts for later positions, too.
+    observation_weights: by position, for how many steps this step's run stands: 1, plus the steps since the latest run
+    that drafted there. The last one counts for later positions, too.
     """
 
     def __init__(self) -> None:
@@ -289,7 +289,7 @@ class DraftModelScheduler:
         tokens of the drafter's own draft of 1, 2, … tokens.
         """
         able = [i for i, limit in enumerate(limits) if limit > 0]
-        least, most = choices.least, choices.most  # the time of the least cannot be saved
+        least, most = choices.cheapest, choices.most  # the time of the cheapest cannot be saved
         if least == most or not able:
             self._note_run(least, most)
             return least

@@ -8,7 +8,7 @@
 ``model_key``          the key of a model and its tokenizer, under which servers share what they store
 
 To *erase* a session means everywhere, to *forget* it from this process's memory. Who holds text or names of a session,
-and which call removes them, in the order of an erasure on request (`Persistence.erase`):
+and which call removes them, in the order of an erasure on request (`SessionAdmin`, `Persistence.erase`):
 
     thread    held in                              removed by
     engine    turns on their way into the cache    StoredTurns.begin_erasure

@@ -209,10 +209,11 @@ class Persistence:
             time.sleep(_PAUSE_SECONDS)
 
     def erase(self, session: str, tenants: Iterable[str | None], owner: str | None = None) -> "Future[Erasure]":
-        """Erase a session everywhere: here, from these tenants' logs, and from every other log that holds turns of it.
+        """Erase a session from queues, cache and snapshots, these tenants' logs and every other log that holds it.
 
-        session: its key; from now on nothing of it is loaded. The logs tell other processes, too. owner: as for
-        ``submit``. Raises StoreUnavailableError if too many jobs wait.
+        session: its key; from now on nothing of it is loaded. The logs tell other processes, too. Once this call has
+        returned, call ``SessionHolder.forget_session`` for its running requests. owner: as for ``submit``. Raises
+        StoreUnavailableError if too many jobs wait, and changes nothing then.
         """
         erase = partial(self._erase_in_job, session=session, tenants=set(tenants))
         job = self._turns.begin_erasure(session, lambda: self._jobs.submit(erase, owner))

@@ -144,7 +144,8 @@ class RowTimes:
         self.share_with_drafts = 0.0
         """share of the latest steps that had drafts"""
         self.plain = PlainSteps()
-        self._since = {False: 0, True: 0}  # steps of the other kind since one without drafts, and since one with
+        self._since = {False: 0, True: 0}
+        """False: steps with drafts since one without; True: steps without drafts since one with"""
 
     @property
     def settled(self) -> bool:

@@ -19,10 +19,11 @@ _MOST_WAITS = 2
 class WorkTime:
     """Divide a step's CPU time for work: to starts and ends first, then to stored turns, then to indexing.
 
-    ``with work_time:`` counts the CPU time of its block. Starts, ends and stored turns lie in such blocks. Indexing is
-    part of the call that drafts, and the cache counts its time. A step's calls, in order:
+    ``with work_time:`` counts the CPU time of its block; blocks must not nest. Starts, ends and stored turns lie in
+    such blocks. Indexing is part of the call that drafts, and the cache counts its time. A step's calls, in order:
 
-    - before its forward pass, if requests begin: ``for_stored_turns_first`` and ``for_begun``, in a block
+    - before its forward pass, if requests begin, in a block: ``note_stored_turns`` and ``for_stored_turns_first`` (if
+      turns are ready), and ``for_begun``
     - after that pass: ``tick``; ``for_turnover``, ``for_stored_turns`` and ``note_stored_turns``, in a block;
       ``for_indexing``; and after the call that drafts ``take``
 

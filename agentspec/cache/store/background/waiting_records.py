@@ -155,9 +155,10 @@ class WaitingRecords:
         self._end_flight_of(items)
 
     def put_back(self, target: Target, items: list[QueuedRecord], *, refused: bool) -> QueuedRecord | None:
-        """Let a failed append wait again, in halves if it was refused. Give up a record that was refused alone.
+        """Let a failed append wait again, in halves if it was refused. Return the record that is given up, if any.
 
-        But if its log counts as refused, the log is at fault, and the record waits. Return the record given up, if any.
+        That is the record of a refused append which has only one. If its log counts as refused, it waits instead,
+        because the log is at fault.
         """
         self.counts.failed += 1
         given_up = items[0] if refused and len(items) == 1 and not self.aside.is_refused(target) else None

@@ -60,8 +60,8 @@ class NativeDrafter(ModelDrafter):
         self._ranks_agree = config.parallel_config.data_parallel_size == 1
         """whether this engine alone decides when the drafter runs; data-parallel ranks of an MoE wait for each other"""
         self.choices = self._usual_choices(spec)
-        self._skipped = SkippedPasses(runner, runner.drafter) if self.choices.least == 0 else None
-        self.link = RankLink(group, 0) if group is not None and self.choices.least != self.choices.most else None
+        self._skipped = SkippedPasses(runner, runner.drafter) if self.choices.cheapest == 0 else None
+        self.link = RankLink(group, 0) if group is not None and self.choices.cheapest != self.choices.most else None
         self._failed = 0
         native = runner.drafter
         native.num_speculative_tokens = tokens
@@ -212,7 +212,7 @@ class BoundNative(BoundModel):
 
     def close(self) -> None:
         if not self._asked:
-            self._drafter.ask(self._forward, self.choices.least)
+            self._drafter.ask(self._forward, self.choices.cheapest)
 
 
 def as_model_draft(

@@ -95,7 +95,8 @@ class _ReadBatch:
     step_limits: Int32
     """[n] the same in a step with a row near its end, or whose limit vLLM lowers; filled anew in each of these steps"""
     distance_to_end: int = 0
-    """lower bound of ``max_lengths`` - lengths in all rows; found anew in a step that finds it below max_draft"""
+    """lower bound of ``max_lengths`` - lengths in all rows; found anew in a step where it or vLLM's limit is lower than
+    max_draft"""
 
 
 class StepReader:
