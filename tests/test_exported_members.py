@@ -34,6 +34,11 @@ def test_every_error_and_every_name_of_the_client_is_public() -> None:
     assert errors | set(agentspec.client.__all__) | {"__version__"} == set(agentspec.__all__)
 
 
+def test_the_table_of_the_clients_names_has_all_of_them() -> None:
+    table = [name for names in agentspec.client._NAMES.values() for name in names]
+    assert sorted(table) == sorted(agentspec.client.__all__)
+
+
 def test_unknown_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         _ = agentspec.nonsense
