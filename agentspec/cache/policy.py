@@ -38,6 +38,11 @@ class ArcticSettings:
         _check("max_spec_offset", self.max_spec_offset, -1e6, 1e6)
         _check("min_token_prob", self.min_token_prob, 0.0, 1.0)
 
+    @property
+    def drafts_nothing(self) -> bool:
+        """Return whether every draft of the rule is empty, so that only a draft model drafts."""
+        return self.max_spec_factor == self.max_spec_offset == 0
+
 
 @dataclass(frozen=True, slots=True)
 class DraftPolicy:

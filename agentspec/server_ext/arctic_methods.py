@@ -8,9 +8,10 @@ may be longer, up to ``suffix_speculative_tokens``, by default agentspec's usual
 unless a parameter of ArcticInference's rule is given.
 
 ``{"method": "suffix", "suffix_decoding_max_tree_depth": 24, …}``: suffix decoding by ArcticInference's rule, with these
-parameters and their defaults. One index serves all requests of a principal, whatever their sessions; without API keys,
-all requests of the server. ArcticInference's limit on past requests is replaced by agentspec's budget in tokens
-(``max_tokens``), except for 0, with which requests draft from their own text only.
+parameters and their defaults. ``{"enable_suffix_decoding": true}`` alone is the same. One index serves all requests of
+a principal, whatever their sessions; without API keys, all requests of the server. ArcticInference's limit on past
+requests is replaced by agentspec's budget in tokens (``max_tokens``), except for 0, with which requests draft from
+their own text only.
 
 vLLM's other methods stay as they are configured: ``vllm_adapter.startup.native_methods``.
 """
@@ -31,12 +32,13 @@ _RULE = {
     "max_spec_offset": ("suffix_max_spec_offset",),
     "min_token_prob": ("suffix_decoding_min_token_prob", "suffix_min_token_prob"),
 }
-_REQUESTS = ("suffix_decoding_max_cached_requests", "suffix_cache_max_requests")
-_COMMON = {
+_NO_LIMIT_BY_MINUS_ONE = "suffix_cache_max_requests"
+_REQUESTS = ("suffix_decoding_max_cached_requests", _NO_LIMIT_BY_MINUS_ONE)
+_KNOWN = {
     *("method", "model", "num_speculative_tokens", "enable_suffix_decoding", "disable_by_batch_size", *_REQUESTS),
+    "suffix_speculative_tokens",
     *(name for names in _RULE.values() for name in names),
 }
-_KNOWN = {"suffix": _COMMON, "arctic": {*_COMMON, "suffix_speculative_tokens"}}
 NOTHING = {"max_spec_factor": 0.0}
 """Parameters that make every suffix draft empty, so that only the draft model drafts."""
 _SUFFIX_DEPTH, _ARCTIC_DEPTH = 24, 64
@@ -49,6 +51,17 @@ class Translation:
 
     max_draft: int | None
     settings: dict[str, Any]
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Return whether `translate` is for this speculative config."""
+    return _method(config) in METHODS
+
+
+def _method(config: Mapping[str, Any]) -> Any:
+    """Return the method; as in ArcticInference, suffix decoding without a method and a model is method "suffix"."""
+    alone = config.get("model") is None and config.get("enable_suffix_decoding") is True
+    return config.get("method") or ("suffix" if alone else None)
 
 
 def with_model(additional: dict[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -75,15 +88,14 @@ def translate(config: Mapping[str, Any], max_draft: int | None = None) -> Transl
 
     Raises ConfigurationError that names the key.
     """
-    method = config.get("method")
-    known = _KNOWN.get(str(method))
-    if known is None:
+    method = _method(config)
+    if method not in METHODS:
         raise ConfigurationError(f"speculative method {method!r}: agentspec knows {', '.join(METHODS)}")
-    unknown = sorted(set(config) - known)
+    unknown = sorted(set(config) - _KNOWN)
     if unknown:
         raise ConfigurationError(
             f"speculative-config: {', '.join(unknown)} is not known with method {method!r}; known are: "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(_KNOWN))}"
         )
     settings: dict[str, Any] = {}
     if config.get("disable_by_batch_size") is not None:
@@ -104,6 +116,7 @@ def _suffix(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
     longest = min(rule["max_depth"], MAX_DRAFT)
     if config.get("num_speculative_tokens") is not None:
         longest = _number(config, "num_speculative_tokens", 1)
+    longest = _suffix_tokens(config) or longest
     return Translation(min(longest, max_draft or longest), settings)
 
 
@@ -133,10 +146,15 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
         settings["arctic_suffix_rule"] = rule
     if _cached_requests(config) == 0:
         settings["scope"] = "none"
-    has_length = config.get("suffix_speculative_tokens") is not None
-    longest = _number(config, "suffix_speculative_tokens", 0) if has_length else 0
+    longest = _suffix_tokens(config)
     limit = _at_least(tokens or 0, max_draft)
     return Translation(min(longest, limit or longest) if longest else limit, settings)
+
+
+def _suffix_tokens(config: Mapping[str, Any]) -> int:
+    """Return ArcticInference's longest suffix draft, in tokens; 0 if the config has none."""
+    given = config.get("suffix_speculative_tokens") is not None
+    return _number(config, "suffix_speculative_tokens", 0) if given else 0
 
 
 def _at_least(tokens: int, max_draft: int | None) -> int | None:
@@ -166,7 +184,7 @@ def _rule(config: Mapping[str, Any]) -> dict[str, Any]:
 def _cached_requests(config: Mapping[str, Any]) -> int | None:
     for name in _REQUESTS:
         if config.get(name) is not None:
-            return _number(config, name, 0)
+            return _number(config, name, -1 if name == _NO_LIMIT_BY_MINUS_ONE else 0)
     return None
 
 

@@ -161,7 +161,7 @@ def speculative_config(method: str, max_draft: int | None = None) -> dict[str, A
     if method in ("none", "vllm"):
         return None
     if method == "agentspec":
-        from agentspec.server_ext.vllm_adapter.startup.speculative_config import own_config
+        from agentspec.server_ext.vllm_adapter.startup.given_method import own_config
 
         return own_config() if max_draft is None else {**own_config(), "num_speculative_tokens": max_draft}
     config: dict[str, Any] = {"method": method}

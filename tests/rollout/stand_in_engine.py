@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample
-from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.startup.given_method import PROPOSER_PATH
 
 pytest.importorskip("vllm")
 

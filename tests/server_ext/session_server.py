@@ -22,7 +22,7 @@ from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.vllm_adapter import served_model_key
-from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.startup.given_method import PROPOSER_PATH
 from tests.store.helpers import wait_until
 
 ADA, BOB = "key of ada", "key of bob"

@@ -20,7 +20,7 @@ from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter import frontend, patches, startup, worker
 from agentspec.server_ext.vllm_adapter.frontend.senders import process_inputs
 from agentspec.server_ext.vllm_adapter.patches import MARK, init_device
-from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.startup.given_method import PROPOSER_PATH
 
 
 def test_api_ids_lose_the_engines_decoration() -> None:

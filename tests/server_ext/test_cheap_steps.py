@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.startup.given_method import PROPOSER_PATH
 from agentspec.server_ext.vllm_adapter.worker import cheap_steps
 from agentspec.server_ext.vllm_adapter.worker.cheap_steps import metadata_without_drafts
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.vllm_adapter.startup import speculative_config
-from agentspec.server_ext.vllm_adapter.startup.speculative_config import conflict
+from agentspec.server_ext.vllm_adapter.startup import conflicts, speculative_config
+from agentspec.server_ext.vllm_adapter.startup.conflicts import conflict
 from agentspec.server_ext.vllm_launch import engine_options
 from tests.server_ext.vllm_configs import DENSE, MAMBA, engine_args
 
@@ -87,13 +87,19 @@ def test_adapters_without_room_for_a_draft_name_the_remedy(limits: dict[str, Any
             arguments.create_engine_config()
 
 
-@pytest.mark.parametrize(("config", "refused"), [(None, True), ({"method": "ngram"}, False)])
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        *((None, True), ({"method": "suffix"}, True)),
+        *(({"method": "ngram"}, False), ({"method": "deepseek_mtp"}, False), ({"model": "heads/eagle3"}, False)),
+    ],
+)
 def test_logits_processors_of_installed_packages_are_not_dropped_in_silence(
     config: dict[str, Any] | None, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM loads none with any speculative decoding, its own methods included, and says so of other things only."""
     plugins = {"vllm.logits_processors": [SimpleNamespace(name="safety")]}
-    monkeypatch.setattr(speculative_config, "entry_points", lambda group: plugins[group])
+    monkeypatch.setattr(conflicts, "entry_points", lambda group: plugins[group])
     arguments = SimpleNamespace(async_scheduling=None, speculative_config=config)
     found = conflict(arguments, attention_only(), ONE_STAGE, {})
     assert (found is not None and "installed packages (safety)" in found) == refused
@@ -112,6 +118,35 @@ def test_the_other_model_runner_is_a_conflict_and_other_values_are_none() -> Non
             )
             is None
         )
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"},
+        {"enable_trace_replay": True},
+        {"watermark_config": {"algo": "any"}},
+        {"enable_batch_sharded_sampling": True},
+    ],
+)
+def test_options_that_only_the_other_model_runner_has_exclude_drafts(option: dict[str, Any], tmp_path: Path) -> None:
+    """vLLM would end with an error that doesn't say what to do, of an engine that the switch alone made draft too."""
+    name = f"--{next(iter(option)).replace('_', '-')}"
+    arguments = engine_args(
+        tmp_path / "model", DENSE, enforce_eager=True, **engine_options(store="memory://"), **option
+    )
+    with pytest.raises(ConfigurationError, match=f"{name}: only vLLM's V2 model runner .* leave it out"):
+        arguments.create_engine_config()
+    arguments.speculative_config = None
+    speculative_config.switch_on(arguments, attention_only(), parallel_of(arguments), {"AGENTSPEC": "1"})
+    assert arguments.speculative_config is None
+
+
+def parallel_of(arguments: Any) -> Any:
+    """Return the fields of vLLM's ParallelConfig that are read."""
+    return SimpleNamespace(
+        pipeline_parallel_size=1, enable_batch_sharded_sampling=arguments.enable_batch_sharded_sampling
+    )
 
 
 def test_the_rust_frontend_is_a_conflict_because_it_writes_no_identities() -> None:

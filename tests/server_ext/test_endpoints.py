@@ -19,7 +19,7 @@ from agentspec.server_ext.identity import Identity, RequestTagger
 from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter.frontend import engine_calls, response_lengths, senders
-from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.startup.given_method import PROPOSER_PATH
 
 ADMIN = "the key of the administrator"
 

@@ -13,9 +13,12 @@ from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.arctic_methods import translate
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.vllm_adapter.startup import speculative_config
+from agentspec.server_ext.vllm_adapter.startup.given_method import PROPOSER_PATH, own_config
 from agentspec.server_ext.vllm_adapter.startup.launch import serve_arguments
-from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH, engine_options
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import engine_options
 
+DRAFTER = str(Path(__file__).parents[2] / "demo" / "drafter")
+"""A speculator that drafts 3 tokens."""
 ARCTIC = {
     "method": "arctic",
     "model": "Snowflake/Arctic-LSTM-Speculator-Llama-3.1-8B-Instruct",
@@ -49,6 +52,8 @@ def test_the_operators_limit_lowers_that_of_the_config() -> None:
     for config, name in (({"method": "suffix"}, "num_speculative_tokens"), (ARCTIC, "suffix_speculative_tokens")):
         longest = [translate({**config, name: tokens}, 16).max_draft for tokens in (8, 16, 64)]
         assert longest == [8, 16, 16]
+    for tokens, found in ((32, 32), (0, 24), (None, 24)):  # 0 is ArcticInference's default
+        assert translate({"method": "suffix", "suffix_speculative_tokens": tokens}).max_draft == found
     both = {**ARCTIC, "num_speculative_tokens": 5, "suffix_speculative_tokens": 2}
     assert [translate(both, limit).max_draft for limit in (None, 1, 2, 8)] == [2, 2, 2, 2], "never longer by it"
 
@@ -91,6 +96,18 @@ def test_suffix_is_the_fixed_rule_with_its_parameters(config: dict[str, Any], po
 @pytest.mark.parametrize("config", [{"method": "suffix"}, ARCTIC, {**ARCTIC, "suffix_max_spec_factor": 2.0}])
 def test_no_cached_requests_means_that_each_drafts_from_itself(config: dict[str, Any]) -> None:
     assert translate({**config, "suffix_cache_max_requests": 0}).settings["scope"] == "none"
+    assert "scope" not in translate({**config, "suffix_cache_max_requests": -1}).settings, "ArcticInference: no limit"
+
+
+def test_suffix_decoding_without_a_method_is_the_method_suffix() -> None:
+    assert translate({"enable_suffix_decoding": True, "suffix_cache_max_depth": 48}) == translate(
+        {"method": "suffix", "suffix_cache_max_depth": 48}
+    )
+    own = serve_arguments(["m", "--speculative-config", '{"enable_suffix_decoding": true}'], {}, environ={})
+    assert json.loads(own[own.index("--additional-config") + 1])["agentspec"]["arctic_suffix_rule"] == {"max_depth": 24}
+    for config in ({"enable_suffix_decoding": False}, {"enable_suffix_decoding": True, "model": "m"}):
+        with pytest.raises(ConfigurationError, match="speculative method None"):
+            translate(config)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +124,7 @@ def test_no_cached_requests_means_that_each_drafts_from_itself(config: dict[str,
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 24, "suffix_cache_max_depth": 24}, "same"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "suffix_decoding_max_cached_requests"),
         ({"method": "suffix", "enable_suffix_decoding": False}, "enable_suffix_decoding"),
+        ({"method": "suffix", "suffix_speculative_tokens": -1}, "suffix_speculative_tokens"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 500}, "suffix_decoding_max_tree_depth=500: .* to 256"),
         ({"method": "eagle3"}, "eagle3"),
     ],
@@ -204,14 +222,13 @@ class TestServe:
             self.served({"method": method})
 
     def test_more_tokens_than_a_speculator_drafts_show_before_vllm_starts(self) -> None:
-        speculator = str(Path(__file__).parents[2] / "demo" / "drafter")
-        self.served({**ARCTIC, "model": speculator})
-        with pytest.raises(SpeculatorError, match=f"{speculator}: num_speculative_tokens: 1 to 3 .*, got 4"):
-            self.served({**ARCTIC, "model": speculator, "num_speculative_tokens": 4})
+        self.served({**ARCTIC, "model": DRAFTER})
+        with pytest.raises(SpeculatorError, match=f"{DRAFTER}: num_speculative_tokens: 1 to 3 .*, got 4"):
+            self.served({**ARCTIC, "model": DRAFTER, "num_speculative_tokens": 4})
 
     @pytest.mark.parametrize(("method", "named"), [("eagle3", "method 'eagle3'"), (None, "vLLM's methods")])
     def test_a_speculator_under_another_method_shows_before_vllm_starts(self, method: str | None, named: str) -> None:
-        config = {"model": str(Path(__file__).parents[2] / "demo" / "drafter"), "num_speculative_tokens": 3}
+        config = {"model": DRAFTER, "num_speculative_tokens": 3}
         with pytest.raises(ConfigurationError, match=rf"{named} cannot run: give it as .*\"arctic\".*speculator\.md"):
             self.served(config if method is None else {**config, "method": method})
 
@@ -260,6 +277,23 @@ class TestOffline:
         }
         assert arguments.spec_method is arguments.spec_model is arguments.spec_tokens is None
 
+    @pytest.mark.parametrize(("tokens", "limit"), [(None, 3), (2, 2)])
+    def test_a_speculator_alone_sets_the_draft_limit(self, tokens: int | None, limit: int) -> None:
+        arguments = self.arguments({"method": "arctic", "model": DRAFTER, "num_speculative_tokens": tokens})
+        speculative_config.translate_method(arguments)
+        speculative_config.set_draft_limit(arguments, None, None)
+        assert arguments.speculative_config["num_speculative_tokens"] == limit
+
+    def test_more_tokens_than_a_speculator_drafts_show_before_the_model_is_loaded(self) -> None:
+        sizes = json.loads((Path(DRAFTER) / "config.json").read_text())
+        model = SimpleNamespace(
+            get_hidden_size=lambda: sizes["input_hidden_dim"], get_vocab_size=lambda: sizes["vocab_size"]
+        )
+        settings = Settings(store="memory://", speculator=DRAFTER, speculator_tokens=3)
+        speculative_config.check_draft_model(settings, model)
+        with pytest.raises(SpeculatorError, match="num_speculative_tokens: 1 to 3 with this speculator .*, got 4"):
+            speculative_config.check_draft_model(settings.model_copy(update={"speculator_tokens": 4}), model)
+
     @pytest.mark.parametrize("config", [None, {"method": "ngram", "prompt_lookup_max": 3}])
     def test_other_methods_are_left_alone(self, config: dict[str, Any] | None) -> None:
         arguments = self.arguments(config)
@@ -304,7 +338,7 @@ class TestSwitch:
 
     def test_an_engine_without_a_method_drafts(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level("INFO"):
-            assert self.switched().speculative_config == speculative_config.own_config()
+            assert self.switched().speculative_config == own_config()
         assert caplog.messages == ["agentspec: AGENTSPEC=1: this engine drafts from suffix indexes"]
 
     @pytest.mark.parametrize("environ", [{}, {"AGENTSPEC": ""}, {"AGENTSPEC": "0"}])
@@ -316,15 +350,57 @@ class TestSwitch:
             speculative_config.switch_on(arguments, None, None, environ)
         assert arguments.speculative_config is None and not caplog.messages
 
-    @pytest.mark.parametrize(("method", "beside"), [("eagle3", True), ("ngram", True), ("mlp_speculator", False)])
-    def test_a_method_that_somebody_chose_stays(self, method: str, beside: bool) -> None:
-        config = {"method": method, "num_speculative_tokens": 4}
-        for switched in (self.switched(dict(config)), self.switched(None, spec_method=method)):
-            assert switched.speculative_config in (config, None)
-            assert ("agentspec" in switched.additional_config) == beside
-        assert self.switched(dict(config), stages=2).additional_config == {}
-        given = {"other": 1, "agentspec": {"tenant": "t"}}
-        assert self.switched(dict(config), additional=dict(given)).additional_config == given
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"method": "eagle3", "model": "heads/eagle3"},
+            {"method": "deepseek_mtp"},
+            {"model": "heads/eagle3", "num-speculative-tokens": 3},
+            {"method": "arctic", "model": "a/speculator"},
+        ],
+    )
+    def test_a_drafter_that_somebody_chose_stays(self, config: dict[str, Any]) -> None:
+        assert self.switched(dict(config)).speculative_config == config
+        assert self.switched(None, spec_model="heads/eagle3").speculative_config is None
+
+    @pytest.mark.parametrize(
+        ("method", "why"),
+        [("eagle3", None), ("mtp", None), ("ngram", None), ("mlp_speculator", "docs/speculator.md"), ("dspark", "V2")],
+    )
+    def test_agentspec_drafts_beside_a_method_that_vllm_found(
+        self, method: str, why: str | None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level("INFO"):
+            arguments, beside = self.switched_beside(SimpleNamespace(method=method, num_speculative_tokens=3))
+        assert beside == (why is None)
+        assert arguments.additional_config == ({"agentspec": {}} if beside else {})
+        (said,) = caplog.messages
+        assert (why or f"drafts from suffix indexes beside {method}") in said
+
+    def test_agentspec_drafts_beside_no_method_that_its_engine_excludes(self) -> None:
+        spec = SimpleNamespace(method="eagle3", num_speculative_tokens=3)
+        given = {"agentspec": {"enabled": False}}
+        assert self.switched_beside(spec, given) == (TestOffline.arguments(None, given), False)
+        assert not self.switched_beside(spec, stages=2)[1]
+        assert not self.switched_beside(spec, environ={})[1]
+        assert not self.switched_beside(spec, async_scheduling=True)[1]
+        assert not self.switched_beside(SimpleNamespace(method="eagle3", num_speculative_tokens=200))[1]
+
+    @staticmethod
+    def switched_beside(
+        spec: Any,
+        additional: dict[str, Any] | None = None,
+        *,
+        stages: int = 1,
+        environ: dict[str, str] | None = None,
+        **more: Any,
+    ) -> tuple[Any, bool]:
+        """Return the arguments of an engine whose method vLLM has found, after the switch, and what it returned."""
+        arguments = TestOffline.arguments(None, additional, **more)
+        model = SimpleNamespace(runner_type="generate", is_hybrid=False, is_attention_free=False)
+        parallel = SimpleNamespace(pipeline_parallel_size=stages)
+        environ = {"AGENTSPEC": "1"} if environ is None else environ
+        return arguments, speculative_config.switch_on_beside(spec, arguments, model, parallel, environ)
 
     @pytest.mark.parametrize("engine", [{"stages": 2}, {"runner": "pooling"}])
     def test_an_engine_that_cannot_draft_stays_as_it_is(self, engine: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from agentspec.errors import SpeculatorError
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.fusion.draft_model import Int64, ModelDraft
 from agentspec.server_ext.identity import CALL_KEY
-from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.startup.given_method import PROPOSER_PATH
 from agentspec.server_ext.vllm_adapter.worker import runner
 from agentspec.server_ext.vllm_adapter.worker.draft_models import BoundModel, ModelDrafter
 from agentspec.server_ext.vllm_adapter.worker.step_reader import (

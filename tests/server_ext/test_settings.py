@@ -15,8 +15,9 @@ from agentspec.cli.app import serve
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings, settle_store
 from agentspec.server_ext.vllm_adapter import check_version
+from agentspec.server_ext.vllm_adapter.startup.given_method import PROPOSER_PATH
 from agentspec.server_ext.vllm_adapter.startup.launch import OPTIONS, hand_on, prepare_environment, serve_arguments
-from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH, engine_options
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import engine_options
 
 
 def test_defaults_are_the_embedded_store_and_no_tenant() -> None:
@@ -232,7 +233,7 @@ class TestLaunch:
             "--additional-config.agentspec.max_bytes=2000000",
             "--additional_config.foo",
             "--additional-conf={}",
-            "--add",
+            "--ad",
         ],
     )
     def test_spellings_that_would_hide_a_setting_are_refused(self, argument: str) -> None:

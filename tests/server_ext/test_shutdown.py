@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from agentspec.server_ext.vllm_adapter.frontend import shutdown
-from agentspec.server_ext.vllm_adapter.startup.speculative_config import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.startup.given_method import PROPOSER_PATH
 
 OURS = SimpleNamespace(method="custom_class", model=PROPOSER_PATH)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -68,12 +68,25 @@ def load_speculator(
     return speculator
 
 
-def check_speculator(path_or_hub_id: str | Path, *, hidden_size: int, vocab_size: int) -> None:
-    """Check sizes, files and names without reading weights. Raises SpeculatorError as ``load_speculator`` does."""
+def check_speculator(
+    path_or_hub_id: str | Path, *, hidden_size: int, vocab_size: int, tokens: int | None = None
+) -> None:
+    """Check sizes, files and names without reading weights. Raises SpeculatorError as ``load_speculator`` does.
+
+    tokens: how many tokens it is to draft, which must be no more than it was trained for; None: as many.
+    """
     folder, config, stored = _open(path_or_hub_id, hidden_size, vocab_size)
-    for parts in _layout(config).values():
-        for names in parts:
-            _find(stored, names, folder)
+    config.positions(tokens)
+    wanted = [names for parts in _layout(config).values() for names in parts]
+    if config.draft_vocab_size:
+        wanted.append((DRAFT_VOCABULARY,))
+    for names in wanted:
+        _find(stored, names, folder)
+
+
+def drafted_tokens(path_or_hub_id: str | Path) -> int:
+    """Return how many tokens a speculator was trained to draft. Raises SpeculatorError without a readable config."""
+    return SpeculatorConfig.from_json(read_config(find_folder(path_or_hub_id))).n_predict
 
 
 def save_speculator(speculator: Speculator, folder: str | Path) -> None:

@@ -9,7 +9,7 @@ from agentspec.errors import ConfigurationError
 from agentspec.server_ext.settings import json_object
 
 _FILE = "--config"
-_LEAST_ABBREVIATION = len("--add")
+_LEAST_ABBREVIATION = len("--ad")
 
 
 class CommandLine:

@@ -23,14 +23,15 @@ from typing import Any
 from agentspec.cache.store.urls import is_sqlite
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
 from agentspec.files import is_path
-from agentspec.server_ext.arctic_methods import METHODS, translate, with_model
+from agentspec.server_ext.arctic_methods import is_known, translate, with_model
 from agentspec.server_ext.figures.step_record import make_record
 from agentspec.server_ext.identity.callers import ApiKeysFile
 from agentspec.server_ext.identity.server_secrets import check_secrets
 from agentspec.server_ext.settings import ENVIRONMENT, Settings, load_settings
 from agentspec.server_ext.vllm_adapter.startup import native_methods
 from agentspec.server_ext.vllm_adapter.startup.command_line import CommandLine, plain_name
-from agentspec.server_ext.vllm_adapter.startup.speculative_config import check_given_limit, own_config, with_underscores
+from agentspec.server_ext.vllm_adapter.startup.given_method import own_config, with_underscores
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import check_given_limit
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -81,7 +82,7 @@ def serve_arguments(
     config = None if method is None else with_underscores(method)
     additional = line.take_object("--additional-config") or {}
     given = load_settings(with_model(additional, config))  # report wrong settings now
-    if config is not None and config.get("method") in METHODS:
+    if config is not None and is_known(config):
         translation = translate(config, max_draft or given.max_draft)
         check_given_limit(translation.max_draft)
         max_draft, translated, config = translation.max_draft, translation.settings, None

@@ -154,16 +154,6 @@ def init_proposer(original: Callable[..., None], proposer: Any, vllm_config: Any
 def use_v2_model_runner(original: Callable[[Any], bool], vllm_config: Any) -> bool:
     """Choose the V1 model runner where agentspec drafts beside one of vLLM's methods.
 
-    Raises UnsupportedEngineError if an option needs the V2 model runner.
+    Options that need the other one were refused before (``conflicts``).
     """
-    if drafter_tokens(vllm_config.speculative_config) is None:
-        return bool(original(vllm_config))
-    for name, option in (("watermark_config", "watermarking"), ("attention_config.hisparse_config", "HiSparse")):
-        holder: Any = vllm_config
-        for part in name.split("."):
-            holder = getattr(holder, part, None)
-        if holder is not None:
-            raise UnsupportedEngineError(
-                f"{option} needs vLLM's V2 model runner, in which agentspec does not draft: start plain 'vllm serve'"
-            )
-    return False
+    return drafter_tokens(vllm_config.speculative_config) is None and bool(original(vllm_config))

@@ -2,32 +2,33 @@
 
 ``create_speculative_config`` does so. It translates methods of ArcticInference, lets agentspec draft beside those of
 vLLM (``native_methods``), and chooses the draft limit by model where the user gave none (``draft_limit``). It refuses
-options that exclude drafts. vLLM refuses these, too, but at the end of a traceback, and some only after it has loaded
-the model.
+options that exclude drafts (``conflicts``).
 """
 
 import logging
 import os
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from agentspec.errors import ConfigurationError
-from agentspec.server_ext.arctic_methods import METHODS, translate, with_model
+from agentspec.errors import ConfigurationError, UnsupportedEngineError
+from agentspec.server_ext.arctic_methods import is_known, translate, with_model
 from agentspec.server_ext.figures.step_record import make_record
 from agentspec.server_ext.identity.server_secrets import server_secret
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings, settle_store
 from agentspec.server_ext.vllm_adapter.startup import native_methods
-from agentspec.server_ext.vllm_adapter.startup.draft_limit import default_draft_limit, keeps_states, tokens_a_request
-from agentspec.server_ext.vllm_adapter.worker.cpu import on_cpu
+from agentspec.server_ext.vllm_adapter.startup.conflicts import conflict, is_server
+from agentspec.server_ext.vllm_adapter.startup.draft_limit import default_draft_limit
+from agentspec.server_ext.vllm_adapter.startup.given_method import (
+    PROPOSER_PATH,
+    SHORT_OPTIONS,
+    given_config,
+    is_own,
+    named_drafter,
+    own_config,
+)
 
 logger = logging.getLogger("vllm.agentspec")
 
-PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
-"""Class that vLLM loads as its ``custom_class``."""
-
-_PLUGINS = "vllm.logits_processors"
-"""Entry points by which packages add logits processors to vLLM."""
 SWITCH = "AGENTSPEC"
 """Environment variable that makes engines draft without any of agentspec's options (1), or not (0)."""
 
@@ -50,15 +51,6 @@ def engine_options(
     return {"speculative_config": config, "additional_config": additional}
 
 
-def own_config() -> dict[str, Any]:
-    """Return a ``speculative_config`` for vLLM that names agentspec's proposer.
-
-    ``create_speculative_config`` adds the longest draft. Here it would become the number of the drafter's tokens where
-    the served checkpoint names a drafter of its own (the speculators format).
-    """
-    return {"method": "custom_class", "model": PROPOSER_PATH}
-
-
 def uses_agentspec(vllm_config: Any) -> bool:
     """Return whether this engine drafts with agentspec."""
     spec = vllm_config.speculative_config
@@ -74,11 +66,6 @@ def check_given_limit(max_draft: int | None) -> None:
         check_draft_limit(max_draft)
 
 
-def with_underscores(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a speculative config whose keys have underscores; vLLM takes dashes too."""
-    return {str(key).replace("-", "_"): value for key, value in (config or {}).items()}
-
-
 # --- Where vLLM makes its speculative configuration
 
 
@@ -92,7 +79,7 @@ def create_speculative_config(
     1. Settle which method the options name, in a form that vLLM knows.
     2. Decide by that method and the settings whether agentspec drafts by its own method, beside another, or not.
     3. Complete agentspec's own method, or check the drafter beside which it drafts. Let vLLM make its configuration.
-    4. Raise the draft limit in that configuration beside a method of vLLM's.
+    4. Raise the draft limit in that configuration beside a method of vLLM's, which only now has its final name.
     5. Refuse options that exclude drafts, and prepare what the engine's processes share.
     """
     switch_on(engine_args, target_model_config, target_parallel_config)
@@ -102,10 +89,14 @@ def create_speculative_config(
     if mode == "own":
         set_draft_limit(engine_args, target_model_config, target_parallel_config)
     elif mode == "beside":
-        native_methods.check_drafter(with_underscores(engine_args.speculative_config))
+        native_methods.check_drafter(given_config(engine_args))
     spec = original(engine_args, target_model_config, target_parallel_config)
-    if spec is None or mode == "off":
-        return spec
+    if spec is None:
+        return None
+    if mode == "off":
+        if not switch_on_beside(spec, engine_args, target_model_config, target_parallel_config):
+            return spec
+        mode = "beside"
     if mode == "beside":
         draft_beside(spec, engine_args, target_model_config, target_parallel_config)
     schedule_synchronously(engine_args, target_model_config, target_parallel_config)
@@ -115,14 +106,14 @@ def create_speculative_config(
     if settings.record is not None:
         make_record(settings.record)
     check_draft_model(settings, target_model_config)
-    if not _is_server(engine_args):  # a server's routes log it, with who its callers are
+    if not is_server(engine_args):  # a server's routes log it, with who its callers are
         logger.info("agentspec: %s", what_drafts(spec, settings))
     return spec
 
 
 def _mode_of(engine_args: Any) -> Literal["own", "beside", "off"]:
     """Return whether agentspec's own method drafts, or agentspec beside the method that vLLM finds, or neither."""
-    if _is_own(engine_args):
+    if is_own(engine_args):
         return "own"
     return "beside" if _has_settings(engine_args) and load_settings(engine_args.additional_config).enabled else "off"
 
@@ -140,19 +131,13 @@ def switch_on(
 ) -> None:
     """Let an engine draft with agentspec where ``AGENTSPEC=1`` asks for it, without any option of the engine.
 
-    So trainers that make their own engine need no change. An engine with a method of vLLM's keeps it, and agentspec
-    drafts beside it. An engine that cannot draft stays as it is.
+    So trainers that make their own engine need no change. An engine that cannot draft stays as it is, and so does one
+    whose options name a drafter: see `switch_on_beside`.
     """
-    if not is_switched_on(environ):
+    if not is_switched_on(environ) or named_drafter(engine_args) is not None:
         return
-    given = with_underscores(engine_args.speculative_config).get("method") or getattr(engine_args, "spec_method", None)
     reason = conflict(engine_args, model_config, parallel_config, environ)
-    if given in native_methods.NATIVE_METHODS and parallel_config.pipeline_parallel_size == 1 and reason is None:
-        engine_args.additional_config = {"agentspec": {}, **(engine_args.additional_config or {})}
-        logger.info("agentspec: %s=1: this engine drafts from suffix indexes beside %s", SWITCH, given)
-    elif given is not None or getattr(engine_args, "spec_model", None) is not None:
-        logger.info("agentspec: %s=1: this engine keeps its speculative method %s", SWITCH, given or "")
-    elif model_config.runner_type != "generate":
+    if model_config.runner_type != "generate":
         logger.debug("agentspec: %s=1: this engine generates no text", SWITCH)
     elif reason is not None:
         logger.warning("agentspec: %s=1: no drafts: %s", SWITCH, reason)
@@ -163,6 +148,31 @@ def switch_on(
         logger.info("agentspec: %s=1: this engine drafts from suffix indexes", SWITCH)
 
 
+def switch_on_beside(
+    spec: Any, engine_args: Any, model_config: Any, parallel_config: Any, environ: Mapping[str, str] = os.environ
+) -> bool:
+    """Let agentspec draft beside a method of vLLM's where ``AGENTSPEC=1`` asks for it. Return whether it does.
+
+    The engine keeps its method. spec: the SpeculativeConfig that vLLM made for it. It alone knows the method, which
+    vLLM may find by the model, and which has several names in the user's options.
+    """
+    if not is_switched_on(environ) or _has_settings(engine_args):
+        return False
+    reason = conflict(engine_args, model_config, parallel_config, environ)
+    if reason is None and parallel_config.pipeline_parallel_size > 1:
+        reason = "vLLM cannot verify drafts over several pipeline stages"
+    try:
+        native_methods.check_method(spec)
+    except (ConfigurationError, UnsupportedEngineError) as error:
+        reason = reason or str(error)
+    if reason is not None:
+        logger.info("agentspec: %s=1: this engine keeps its method %s alone: %s", SWITCH, spec.method, reason)
+        return False
+    engine_args.additional_config = {"agentspec": {}, **(engine_args.additional_config or {})}
+    logger.info("agentspec: %s=1: this engine drafts from suffix indexes beside %s", SWITCH, spec.method)
+    return True
+
+
 def translate_method(engine_args: Any) -> None:
     """Translate ``method: arctic`` and ``suffix`` into agentspec's own method and settings.
 
@@ -170,16 +180,10 @@ def translate_method(engine_args: Any) -> None:
     always gives) keeps the method if ArcticInference is installed. Raises ConfigurationError for a key that the method
     does not know.
     """
-    config = with_underscores(engine_args.speculative_config)
-    aliases = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
-    for key, alias in aliases.items():
-        value = getattr(engine_args, alias, None)
-        if value is not None:
-            config.setdefault(key, value)
+    config = given_config(engine_args)
     additional = engine_args.additional_config
     additional = dict(additional) if isinstance(additional, Mapping) else {}
-    method = config.get("method")
-    if method not in METHODS or (not _has_settings(engine_args) and _has_arctic_inference()):
+    if not is_known(config) or (not _has_settings(engine_args) and _has_arctic_inference()):
         return
     translation = translate(config, load_settings(with_model(additional, config)).max_draft)
     check_given_limit(translation.max_draft)
@@ -188,8 +192,8 @@ def translate_method(engine_args: Any) -> None:
     load_settings(additional)  # report wrong settings now
     engine_args.additional_config = additional
     engine_args.speculative_config = own_config()
-    for alias in aliases.values():
-        setattr(engine_args, alias, None)
+    for option in SHORT_OPTIONS.values():
+        setattr(engine_args, option, None)
 
 
 def _has_arctic_inference() -> bool:
@@ -200,7 +204,7 @@ def _has_arctic_inference() -> bool:
 
 def leave_pooling_models(engine_args: Any, model_config: Any) -> None:
     """Take agentspec's method from an engine whose model generates no text, such as an embedding model."""
-    if _is_own(engine_args) and model_config.runner_type != "generate":
+    if is_own(engine_args) and model_config.runner_type != "generate":
         engine_args.speculative_config = None
         logger.info("agentspec: this model generates no text, so nothing is drafted")
 
@@ -208,13 +212,19 @@ def leave_pooling_models(engine_args: Any, model_config: Any) -> None:
 def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
     """Set ``num_speculative_tokens`` of agentspec's own method if the user gave no number.
 
-    The limit is the longest draft that the engine can verify, and at least as long as the draft model's drafts.
+    The limit is the longest draft that the engine can verify, and at least as long as the draft model's drafts. Where
+    the draft model drafts alone, it is the length of its drafts. Raises SpeculatorError if its config cannot be read.
     """
-    given = with_underscores(engine_args.speculative_config).get("num_speculative_tokens")
-    if given is not None or getattr(engine_args, "spec_tokens", None) is not None:  # vLLM's --spec-tokens
+    if given_config(engine_args).get("num_speculative_tokens") is not None:
         return
     settings = load_settings(engine_args.additional_config)
-    limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
+    rule = settings.arctic_suffix_rule
+    if settings.speculator is not None and rule is not None and rule.drafts_nothing:
+        from agentspec.server_ext.speculator.checkpoint import drafted_tokens
+
+        limit = settings.speculator_tokens or drafted_tokens(settings.speculator)
+    else:
+        limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
     limit = max(limit, settings.speculator_tokens or 1)
     engine_args.speculative_config = {**engine_args.speculative_config, "num_speculative_tokens": limit}
 
@@ -234,80 +244,10 @@ def draft_beside(spec: Any, engine_args: Any, model_config: Any, parallel_config
     native_methods.adopt(spec, limit)
 
 
-def _is_own(engine_args: Any) -> bool:
-    """Return whether the engine's speculative method is agentspec's own."""
-    return bool(with_underscores(engine_args.speculative_config).get("model") == PROPOSER_PATH)
-
-
 def _has_settings(engine_args: Any) -> bool:
     """Return whether the engine has agentspec's settings, which ``agentspec serve`` always gives."""
     additional = engine_args.additional_config
     return isinstance(additional, Mapping) and "agentspec" in additional
-
-
-# --- What excludes drafts
-
-
-def conflict(
-    engine_args: Any, model_config: Any, parallel_config: Any, environ: Mapping[str, str] = os.environ
-) -> str | None:
-    """Return why this engine cannot draft with agentspec, and the remedy. None: it can.
-
-    engine_args, model_config, parallel_config: vLLM's, of the served model.
-    """
-    if environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower() in ("1", "true"):
-        return "VLLM_USE_V2_MODEL_RUNNER=1: agentspec drafts in vLLM's V1 model runner only; unset the variable"
-    if environ.get("VLLM_USE_RUST_FRONTEND", "").strip() not in ("", "0") and _is_server(engine_args):
-        return (
-            "VLLM_USE_RUST_FRONTEND: agentspec finds out who sent a request in vLLM's Python server only, so a caller "
-            "could pass for another one; unset the variable"
-        )
-    if getattr(engine_args, "async_scheduling", None):
-        return (
-            "--async-scheduling: agentspec drafts from the tokens of the step before, which asynchronous scheduling "
-            "doesn't wait for; leave the option out"
-        )
-    launcher = getattr(engine_args, "distributed_executor_backend", None)
-    if launcher == "external_launcher" and engine_args.tensor_parallel_size > 1:
-        return (
-            "--distributed-executor-backend external_launcher with --tensor-parallel-size: each rank schedules by "
-            "itself there, and agentspec drafts on the first one only; use one rank an engine, or another backend"
-        )
-    if (plugins := _dropped_plugins(engine_args)) is not None:
-        return (
-            f"logits processors of installed packages ({plugins}): vLLM runs none with speculative decoding; uninstall "
-            "them, or start plain 'vllm serve'"
-        )
-    if getattr(engine_args, "enable_lora", False) and tokens_a_request(engine_args, model_config, parallel_config) < 2:
-        return (
-            "--enable-lora: vLLM wants --max-num-batched-tokens to hold two tokens for each of --max-num-seqs requests "
-            "with any speculative decoding; raise the first or lower the second"
-        )
-    if getattr(engine_args, "logits_processors", None):
-        return (
-            "--logits-processors: vLLM runs no custom logits processors with speculative decoding; leave the option "
-            "out, or start plain 'vllm serve'"
-        )
-    if keeps_states(model_config) and on_cpu():
-        return (
-            f"{model_config.architectures[0]} on a CPU: with any speculative decoding vLLM's CPU build ends at a model "
-            "with recurrent states, or answers other text; start plain 'vllm serve'"
-        )
-    return None
-
-
-def _dropped_plugins(engine_args: Any) -> str | None:
-    """Return the logits processors that vLLM would run without agentspec, and doesn't with it; None: there are none."""
-    given = with_underscores(getattr(engine_args, "speculative_config", None))
-    if given.get("method") in native_methods.NATIVE_METHODS:
-        return None  # vLLM drops them for its own methods, too
-    return ", ".join(sorted(plugin.name for plugin in entry_points(group=_PLUGINS))) or None
-
-
-def _is_server(engine_args: Any) -> bool:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    return isinstance(engine_args, AsyncEngineArgs)
 
 
 def schedule_synchronously(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
@@ -321,7 +261,7 @@ def schedule_synchronously(engine_args: Any, model_config: Any, parallel_config:
 
 
 def check_draft_model(settings: Settings, model_config: Any) -> None:
-    """Raise SpeculatorError where the speculator of the settings does not fit vLLM's ModelConfig; read no weights."""
+    """Raise SpeculatorError where the speculator doesn't fit vLLM's ModelConfig or the settings; read no weights."""
     if not settings.enabled or settings.speculator is None:
         return
     from agentspec.server_ext.speculator.checkpoint import check_speculator
@@ -330,6 +270,7 @@ def check_draft_model(settings: Settings, model_config: Any) -> None:
         settings.speculator,
         hidden_size=model_config.get_hidden_size(),
         vocab_size=model_config.get_vocab_size(),
+        tokens=settings.speculator_tokens,
     )
 
 
@@ -354,7 +295,7 @@ def describe(settings: Settings, method: str | None, longest: int, *, has_keys: 
     sources = {"tenant": "session, group, tenant", "session": "session, family", "none": "own text"}[settings.scope]
     index = f"suffix index ({sources})"
     rule = settings.arctic_suffix_rule
-    if rule is not None and rule.max_spec_factor == rule.max_spec_offset == 0:
+    if rule is not None and rule.drafts_nothing:
         index = ""
     elif rule is not None:
         index += " by ArcticInference's rule"
