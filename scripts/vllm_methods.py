@@ -46,6 +46,7 @@ READ = (
     "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",
     "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
     "vllm.v1.engine.core_client:MPClient.shutdown",
+    "vllm.v1.engine.core_client:SyncMPClient.call_utility",
     "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.__init__",
     "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update",
     "vllm.v1.engine.exceptions:EngineDeadError",

@@ -18,6 +18,7 @@ from agentspec.server_ext.figures.traces import Trace
 from agentspec.server_ext.identity import Identity, RequestTagger
 from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.vllm_adapter import patches
 from agentspec.server_ext.vllm_adapter.frontend import engine_calls, response_lengths, senders
 from agentspec.server_ext.vllm_adapter.startup.given_method import PROPOSER_PATH
 
@@ -275,6 +276,21 @@ class ToldEngines(EngineClient):
     ) -> Any:
         self.told.append((engine[0], *question))
         return [None]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_every_client_of_an_engine_that_drafts_tells_lengths(ours: bool) -> None:
+    """A server that ``AGENTSPEC=1`` alone switched on has no routes of agentspec, and trainers make clients, too."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    vllm_adapter.register()
+    assert hasattr(AsyncLLM.__init__, patches.MARK)
+    client: Any = ToldEngines()
+    client.output_processor = SimpleNamespace()
+    if not ours:
+        client.vllm_config.speculative_config = None
+    response_lengths.init_client(lambda client: None, client)
+    assert (response_lengths.response_lengths_of(client) is not None) == ours == client.tagger.tells_lengths
 
 
 async def test_engines_hear_of_a_response_whose_caller_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from agentspec.server_ext.identity import (
     CALL_KEY,
     DETAIL_KEY,
     IDENTITY_KEY,
+    LENGTH_KEY,
     PREDICTION_KEY,
     QUOTABLE_KEY,
     Identity,
@@ -150,7 +151,9 @@ class TestTagging:
         found = identify({IDENTITY_KEY: [*tag[:place], wrong, *tag[place + 1 :]]})
         assert (found.scope, found.session, found.principal) == ("none", None, NOBODY)
 
-    @pytest.mark.parametrize("key", [BATCH_KEY, CALL_KEY, DETAIL_KEY, IDENTITY_KEY, PREDICTION_KEY, QUOTABLE_KEY])
+    @pytest.mark.parametrize(
+        "key", [BATCH_KEY, CALL_KEY, DETAIL_KEY, IDENTITY_KEY, LENGTH_KEY, PREDICTION_KEY, QUOTABLE_KEY]
+    )
     def test_what_the_server_says_cannot_be_said_by_a_caller(self, key: str) -> None:
         for presented in (None, Presented([], call="this call")):
             honest, forged = (tagger().tag(extra, presented) for extra in ({}, {key: "forged"}))
@@ -165,6 +168,12 @@ class TestTagging:
 
     def test_a_call_that_shows_nothing_is_told_apart_and_nothing_else(self) -> None:
         assert tagger().tag({}, Presented([])).keys() == {CALL_KEY, IDENTITY_KEY}
+
+    def test_only_a_server_that_tells_lengths_lets_the_engine_wait_for_them(self) -> None:
+        told = tagger()
+        assert LENGTH_KEY not in told.tag({}, may_stop=True)
+        told.tells_lengths = True
+        assert told.tag({}, may_stop=True)[LENGTH_KEY] is True and LENGTH_KEY not in told.tag({})
 
     @pytest.mark.parametrize("said", [(b"detailed", b"summary"), (b"summary", b"detailed")])
     def test_of_several_headers_the_first_says_which_figures_are_wanted(self, said: tuple[bytes, ...]) -> None:

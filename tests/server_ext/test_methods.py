@@ -291,7 +291,7 @@ class TestOffline:
         )
         settings = Settings(store="memory://", speculator=DRAFTER, speculator_tokens=3)
         speculative_config.check_draft_model(settings, model)
-        with pytest.raises(SpeculatorError, match="num_speculative_tokens: 1 to 3 with this speculator .*, got 4"):
+        with pytest.raises(SpeculatorError, match=r"num_speculative_tokens: 1 to 3 with this speculator .*, got 4"):
             speculative_config.check_draft_model(settings.model_copy(update={"speculator_tokens": 4}), model)
 
     @pytest.mark.parametrize("config", [None, {"method": "ngram", "prompt_lookup_max": 3}])

@@ -19,7 +19,7 @@ from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.fusion.draft_model import Int64, ModelDraft
-from agentspec.server_ext.identity import CALL_KEY
+from agentspec.server_ext.identity import LENGTH_KEY
 from agentspec.server_ext.vllm_adapter.startup.given_method import PROPOSER_PATH
 from agentspec.server_ext.vllm_adapter.worker import runner
 from agentspec.server_ext.vllm_adapter.worker.draft_models import BoundModel, ModelDrafter
@@ -100,10 +100,11 @@ def test_the_length_of_a_response_is_waited_for_where_a_stop_text_may_have_ended
     """A response of one token is not kept, and if its caller has left, the API server may never hear of it."""
 
     def told_later(output: list[int], **params: Any) -> bool:
-        return is_told_later(finished(output, extra_args={CALL_KEY: "call"}, **params))
+        return is_told_later(finished(output, extra_args={LENGTH_KEY: True}, **params))
 
-    assert told_later([5, 6], stop=["end"]) and not told_later([5, 6])
+    assert told_later([5, 6], stop=["end"])
     assert not told_later([5], stop=["end"]) and not told_later([], stop=["end"])
+    assert not is_told_later(finished([5, 6], stop=["end"]))
 
 
 def test_the_mended_expansion_fills_its_result_in_place_of_a_copy() -> None:

@@ -33,7 +33,6 @@ from agentspec.server_ext.vllm_adapter.frontend.engine_calls import (
     engine_of,
     refused_if_busy,
 )
-from agentspec.server_ext.vllm_adapter.frontend.response_lengths import ResponseLengths
 from agentspec.server_ext.vllm_adapter.frontend.senders import ROUTES, CallerMiddleware
 from agentspec.server_ext.vllm_adapter.startup.speculative_config import what_drafts
 
@@ -72,7 +71,6 @@ class AgentSpecEndpoints:
         state.agentspec_loopback = is_loopback(args.host)
         if engine_client is not None and uses_agentspec(engine_client.vllm_config):
             config = engine_client.vllm_config
-            engine_client.output_processor.agentspec = ResponseLengths(engine_client)
             tokenizer_of(engine_client)  # copies vLLM's now, because that holds up everything for half a second
             settings = load_settings(config.additional_config)
             has_keys = any(args.api_key or [os.environ.get("VLLM_API_KEY")])

@@ -52,10 +52,14 @@ QUOTABLE_KEY = "agentspec_quotable"
 """Key in ``extra_args`` of the tokens that a response may quote (``quotes``), as the bytes of an int32 array."""
 CALL_KEY = "agentspec_call"
 """Key in ``extra_args`` of the name that tells an API call from others with the same id (`Presented.call`)."""
+LENGTH_KEY = "agentspec_length"
+"""Key in ``extra_args`` of a request whose length the API server tells, because a stop text may end its response."""
 BATCH_KEY = "agentspec_batch"
 """Key in ``extra_args`` of a request that is one of several chats of an API call (`Presented.batch`)."""
 
-_OUR_KEYS = (IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, CALL_KEY, BATCH_KEY)  # which callers cannot set
+_OUR_KEYS = (  # which callers cannot set
+    *(IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, CALL_KEY, LENGTH_KEY, BATCH_KEY),
+)
 _TELLING_KEYS = frozenset((*_OUR_KEYS, SESSION_KEY, PARENT_KEY, GROUP_KEY))  # whose values are for no log
 _ALL_CALLERS = "all callers"
 _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
@@ -123,6 +127,8 @@ class RequestTagger:
     def __init__(self, callers: Callers, scope: Scope) -> None:
         self.callers = callers
         self._scope = scope
+        self.tells_lengths = False
+        """whether this process tells the engines how long responses are that stop texts may end"""
         self._told: set[str] = set()  # keys of which it was logged that a request's value cannot be used
 
     def tag(
@@ -133,15 +139,18 @@ class RequestTagger:
         session_id: str | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        may_stop: bool = False,
     ) -> dict[str, Any]:
         """Return ``extra_args`` with the request's identity. Never raises.
 
         session_id: from the body or vLLM's header; it overrides the one in ``extra_args``. adapter: the request's LoRA
-        adapter.
+        adapter. may_stop: whether a stop text may end the response.
         """
         tagged = {key: value for key, value in (extra_args or {}).items() if key not in _OUR_KEYS}
         if presented is not None:
             tagged |= _shown_by(presented)
+        if may_stop and self.tells_lengths:
+            tagged[LENGTH_KEY] = True
         if session_id is not None:
             tagged[SESSION_KEY] = session_id
         try:

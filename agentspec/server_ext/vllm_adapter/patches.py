@@ -119,6 +119,7 @@ _ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 _MIDDLEWARE = "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware"
 _OLD_MIDDLEWARE = "vllm.entrypoints.serve.utils.server_utils:AuthenticationMiddleware"
 _INPUTS = "vllm.v1.engine.input_processor:InputProcessor"
+_ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
 _OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
 _CONFIG = "vllm.config:VllmConfig"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
@@ -163,6 +164,8 @@ PATCHES = (
           "hands the sender on to the thread that prepares prompts; makes the object that tells callers apart"),
     Patch("frontend", _INPUTS, "process_inputs", senders.process_inputs,
           "writes the identity where the worker finds it"),
+    Patch("frontend", _ASYNC, "__init__", response_lengths.init_client,
+          "makes the object that tells the engines where stop texts have ended responses"),
     Patch("frontend", _OUTPUTS, "process_outputs", response_lengths.process_outputs,
           "tells the engines where stop texts have ended responses"),
     Patch("frontend", "vllm.v1.engine.utils", "zmq_socket_ctx", shutdown.startup_socket,
@@ -171,7 +174,7 @@ PATCHES = (
           "notes whether the engines have something to save"),
     Patch("frontend", _MANAGER, "shutdown", shutdown.shut_down_engines,
           "gives engines time to save; by default vLLM gives none"),
-    Patch("frontend", "vllm.v1.engine.async_llm:AsyncLLM", "shutdown", shutdown.shut_down_client,
+    Patch("frontend", _ASYNC, "shutdown", shutdown.shut_down_client,
           "tells requests that reached the engines too late to be aborted"),
     Patch("engine core", _GRAMMARS, "grammar_bitmask", grammar_bitmask.grammar_bitmask,
           "allocates it for the drafts that there are", until=(0, 32)),

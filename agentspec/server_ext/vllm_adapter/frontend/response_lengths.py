@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentspec.server_ext.vllm_adapter.frontend.engine_calls import ask_engines
+from agentspec.server_ext.vllm_adapter.startup.speculative_config import uses_agentspec
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -86,6 +87,14 @@ class ResponseLengths:
         self._telling.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.debug("agentspec: the engines do not know where responses ended: %r", error)
+
+
+def init_client(original: Callable[..., None], client: Any, *args: Any, **kwargs: Any) -> None:
+    """Let an AsyncLLM tell its engines how long responses are, whatever server or trainer made it."""
+    original(client, *args, **kwargs)
+    if uses_agentspec(client.vllm_config):
+        client.output_processor.agentspec = ResponseLengths(client)
+        client.input_processor.agentspec.tells_lengths = True
 
 
 def process_outputs(original: Callable[..., Any], processor: Any, outputs: Sequence[Any], *args: Any, **kw: Any) -> Any:

@@ -144,6 +144,7 @@ def process_inputs(original: Callable[..., Any], processor: Any, *args: Any, **k
             session_id=request.session_id,
             cache_salt=request.cache_salt,
             adapter=_adapter_name(request.lora_request),
+            may_stop=bool(params.stop),
         )
         if SESSION_KEY not in params.extra_args and not _is_unicode(request.session_id):
             request.session_id = None  # vLLM would answer HTTP 500, because it cannot send it to its engine

@@ -15,7 +15,15 @@ import numpy as np
 from agentspec.cache.arguments import MAX_VOCAB
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.server_ext.figures.response_count import Repetition
-from agentspec.server_ext.identity import BATCH_KEY, CALL_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, identify
+from agentspec.server_ext.identity import (
+    BATCH_KEY,
+    CALL_KEY,
+    DETAIL_KEY,
+    LENGTH_KEY,
+    PREDICTION_KEY,
+    QUOTABLE_KEY,
+    identify,
+)
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Step
 from agentspec.server_ext.vllm_adapter.frontend.engine_calls import api_request_id
 
@@ -340,8 +348,8 @@ def is_told_later(state: Any) -> bool:
     length does not matter, and if its caller has left, vLLM may never send the token. state: vLLM's CachedRequestState.
     """
     params = state.sampling_params
-    may_stop = params is not None and params.stop and len(state.output_token_ids) > 1
-    return bool(may_stop and (params.extra_args or {}).get(CALL_KEY))
+    told = params is not None and (params.extra_args or {}).get(LENGTH_KEY)
+    return bool(told and len(state.output_token_ids) > 1)
 
 
 def text_of(state: Any) -> list[int]:
