@@ -162,6 +162,8 @@ class RolloutGenerator:
     def _new_weights(self, update: UpdateWeights, epoch: int) -> str | None:
         try:
             version = self._engine.update_weights(update, epoch)
+        except RolloutError:
+            raise
         except Exception as error:  # the user's function: the traceback says where it failed, the note what to do
             error.add_note(
                 f"agentspec: update_weights failed before epoch {epoch}; all finished samples are in "

@@ -143,8 +143,8 @@ def test_a_rollout_killed_three_times_writes_each_sample_once(folder: Path) -> N
     assert len(keys) == len(set(keys)) == wanted_samples
 
 
-def engine_core(run: subprocess.Popen[str]) -> int:
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+def engine_core(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     (core,) = (pid for pid in children if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
     return int(core)
 
@@ -155,7 +155,7 @@ def test_a_rollout_that_is_told_to_end_leaves_no_engine_behind(folder: Path) -> 
     out, run = folder / "rollouts.jsonl", start(folder, "rollouts.jsonl", "--epochs", "50")
     while run.poll() is None and (not out.exists() or not lines(out)):
         time.sleep(0.01)
-    core = engine_core(run)
+    core = engine_core(run.pid)
     run.terminate()
     _, errors = run.communicate(timeout=300)  # this waits for all processes that hold its pipes
     assert run.returncode == 130 and "Traceback" not in errors
@@ -169,7 +169,17 @@ def test_a_rollout_whose_engine_is_killed_ends(folder: Path) -> None:
     out, run = folder / "rollouts.jsonl", start(folder, "rollouts.jsonl", "--epochs", "50")
     while run.poll() is None and (not out.exists() or not lines(out)):
         time.sleep(0.01)
-    os.kill(engine_core(run), signal.SIGKILL)
+    os.kill(engine_core(run.pid), signal.SIGKILL)
+    _, errors = run.communicate(timeout=600)
+    assert run.returncode == 2 and "the engine's process died" in errors and "Traceback" not in errors
+
+
+@pytest.mark.rl
+def test_a_rollout_whose_engine_is_killed_while_weights_are_loaded_ends(folder: Path) -> None:
+    (folder / "hooks.py").write_text(
+        "def killed(llm, epoch):\n    llm.llm_engine.engine_core.resources.engine_manager.processes[0].kill()\n"
+    )
+    run = start(folder, "rollouts.jsonl", "--update-weights", "hooks:killed")
     _, errors = run.communicate(timeout=600)
     assert run.returncode == 2 and "the engine's process died" in errors and "Traceback" not in errors
 

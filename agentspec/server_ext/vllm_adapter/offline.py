@@ -3,7 +3,8 @@
 import operator
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -166,23 +167,21 @@ class OfflineEngine:
 
     def add(self, request_id: str, prompt: list[int], sampling: Sampling, extra: dict[str, Any]) -> None:
         """Start a request. prompt: token ids. extra: its ``extra_args``, such as the id of its group."""
-        self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling_params(sampling, extra))
+        with _death_as_rollout_error():
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling_params(sampling, extra))
 
     def step(self) -> list[Answer]:
         """Run one engine step. Return the answers that it finished. Raises RolloutError if the engine died."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
+        with _death_as_rollout_error():
             outputs = self._engine.step()  # of each request that got tokens
-        except EngineDeadError as error:
-            raise RolloutError("the engine's process died; its log may say why. Run it again to go on") from error
-        self._steps.update(output.request_id for output in outputs)
-        return [self._answer(output) for output in outputs if output.finished]
+            self._steps.update(output.request_id for output in outputs)
+            return [self._answer(output) for output in outputs if output.finished]
 
     def begin_epoch(self) -> None:
         """Tell agentspec in the engine, if it drafts there, that an epoch begins (setting ``history_window``)."""
         if uses_agentspec(self._engine.vllm_config):
-            self.llm.collective_rpc(RPC_METHOD, args=("new_epoch",))
+            with _death_as_rollout_error():
+                self.llm.collective_rpc(RPC_METHOD, args=("new_epoch",))
 
     def settle(self) -> None:
         """Run one more step of an engine that has nothing left to do, so that it notes the last answers as finished.
@@ -202,12 +201,13 @@ class OfflineEngine:
         """Let ``update`` load weights: call it with the ``vllm.LLM`` and the epoch. Return its result.
 
         An awaitable is awaited. Then vLLM's prefix cache is reset, because the former weights computed it. Raises
-        RolloutError if vLLM does not reset it, because requests run.
+        RolloutError if vLLM does not reset it, because requests run, and if the engine's process dies meanwhile.
         """
-        returned = awaited(update(self.llm, epoch))
-        if not self.llm.reset_prefix_cache():
-            raise RolloutError("vLLM keeps the prefix cache of the weights before, because requests run: end them")
-        return returned
+        with _death_as_rollout_error():
+            returned = awaited(update(self.llm, epoch))
+            if not self.llm.reset_prefix_cache():
+                raise RolloutError("vLLM keeps the prefix cache of the weights before, because requests run: end them")
+            return returned
 
     def close(self) -> None:
         """End the engine, once the store has every finished turn."""
@@ -242,17 +242,34 @@ class OfflineEngine:
         return (0, 0) if counts is None else (counts["drafted"], counts["accepted"])
 
 
-def _end_waiting_at_death(core: Any) -> None:
-    """End a step that waits for an engine core in another process when that process is killed.
+@contextmanager
+def _death_as_rollout_error() -> Iterator[None]:
+    """Raise RolloutError where the block finds that the engine's process has died."""
+    from vllm.v1.engine.exceptions import EngineDeadError
 
-    core: vLLM's client. It notices the death and shuts itself down, but its ``get_output`` would wait for ever.
+    try:
+        yield
+    except EngineDeadError as error:
+        raise RolloutError("the engine's process died; its log may say why. Run it again to go on") from error
+
+
+def _end_waiting_at_death(core: Any) -> None:
+    """End what waits for an engine core in another process when that process is killed: a step, or another call.
+
+    core: vLLM's client. It notices the death and shuts itself down, but its ``get_output``, and ``call_utility`` behind
+    ``collective_rpc`` and ``reset_prefix_cache``, would wait for ever.
     """
     if not hasattr(core, "outputs_queue"):  # an engine core in this process
         return
+    from vllm.v1.engine.exceptions import EngineDeadError
+
     shut_down = core.shutdown
 
     def shut_down_and_tell(*given: Any, **named: Any) -> None:
         shut_down(*given, **named)
         core.outputs_queue.put_nowait(RuntimeError("the engine was shut down"))
+        for answer in list(core.utility_results.values()):
+            if not answer.done():
+                answer.set_exception(EngineDeadError())
 
     core.shutdown = shut_down_and_tell
