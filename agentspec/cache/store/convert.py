@@ -47,13 +47,12 @@ from agentspec.errors import (
 )
 
 _BATCH = 256
-_LOG = re.compile(r"\{[A-Za-z0-9._:-]+\}:log")
 _OWNED = re.compile(r"[0-9a-f]{32}(/.*)?", re.DOTALL)  # a principal's digest, or a name that one owns
 
 
 @dataclass(slots=True)
 class Converted:
-    """Count records. converted: written anew. damaged: could not be read. unowned: belong to callers with API keys.
+    """Count records. converted: written anew. damaged: gone or unreadable. unowned: belong to callers with API keys.
 
     divided: records, converted or not, that moved to their tenants' logs. kept_as: path of the old file; None: the old
     data are gone.
@@ -95,7 +94,7 @@ def convert(url: str, *, secret: str | None = None, tenant: str | None = None, l
     secret: AGENTSPEC_SECRET of the server; None: it has none, so the store's own secret is used. tenant: the server's
     named tenant, if any. log: the server's log, which is divided; logs of other servers stay as they are, and can be
     divided later. An SQLite file of the first schema stays beside the new one under the name ``kept_as``. On Redis old
-    keys are removed. A conversion that was cut off can be repeated.
+    keys are removed. A conversion that was cut off can be repeated. Retention counts ages from it on.
     Raises StoreURLError, StoreVersionError for a store that needs no conversion, StoreUnavailableError, and StoreError,
     for example if a file of an earlier conversion has the name ``kept_as``.
     """
@@ -336,31 +335,35 @@ def _files(path: Path) -> list[Path]:
 
 def _convert_redis(store: RedisStore, shown: str, secret: str | None, tenant: str | None) -> Converted:
     counts = Converted()
+    # A name with ":" is another prefix and a log's name: that release named its logs by hexadecimal digits.
+    old = re.compile(rf"(\{{{re.escape(store.prefix)}:([A-Za-z0-9._-]{{1,128}})\}}):log(-converted)?")
     with closing(store):
-        names = (_LOG.fullmatch(key) for key in store.keys(f"{{{store.prefix}:*}}:log"))
-        logs = sorted(name[0] for name in names if name is not None)
-        if not logs:
+        found = [match for key in store.keys(f"{{{store.prefix}:*}}:log*") if (match := old.fullmatch(key))]
+        if not found:
             raise StoreVersionError(f"{shown}: no log of an older release is here")
-        for log in logs:
-            tag = log.removesuffix(":log")
-            namespace = check_namespace(tag.removeprefix(f"{{{store.prefix}:").removesuffix("}"))
-            _delete(store, store.keys(f"{tag}:3:*"))  # keys of a conversion that was cut off
-            converter = _Converter(store, namespace, secret, tenant, counts)
-            for session, payload in _old_entries(store, tag):
-                converter.add(session, payload)
-            converter.flush()
+        for tag, namespace in sorted({match.group(1, 2) for match in found}):
+            log, converted = f"{tag}:log", f"{tag}:log-converted"
+            if store.command("EXISTS", log):
+                if not store.command("EXISTS", converted):
+                    _delete(store, store.keys_of(namespace))  # of a conversion that was cut off
+                converter = _Converter(store, namespace, secret, tenant, counts)
+                for session, payload in _old_entries(store, tag):
+                    converter.add(session, payload)
+                converter.flush()
+                store.command("RENAME", log, converted)  # before an old key is gone, which the next run would miss
             _delete(store, [*store.keys(f"{tag}:s:*"), *store.keys(f"{tag}:w:*")])
-            _delete(store, [f"{tag}:sessions", log])  # the log last, because it shows that there is work to do
+            _delete(store, [f"{tag}:sessions", converted])  # this one last, because it shows that there is work to do
     return counts
 
 
 def _old_entries(store: RedisStore, tag: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the session and the payload of each entry; b"" for a payload that is gone."""
     low = "-"
     while rows := store.command("XRANGE", f"{tag}:log", low, "+", "COUNT", _BATCH):
         for number, fields in rows:
             session = fields[b"s"].decode()
-            for _, record in store.command("XRANGE", f"{tag}:s:{session}", number, number):
-                yield session, record[b"p"]
+            records = store.command("XRANGE", f"{tag}:s:{session}", number, number)
+            yield session, records[0][1][b"p"] if records else b""
         low = f"({rows[-1][0].decode()}"
 
 

@@ -293,6 +293,11 @@ class RedisStore:
         """Return the keys that match a pattern, on all nodes of a Cluster."""
         return self._client.keys(pattern)
 
+    def keys_of(self, namespace: str) -> set[str]:
+        """Return the keys of all shards of a log."""
+        tags = tuple(self._layout.tags(namespace))
+        return {key for key in self.keys(f"{{{self.prefix}:{namespace}*") if key.startswith(tags)}
+
     def _answer(self, command: Sequence[str]) -> Any:
         """Return a command's answer; None if the server refuses it because another program owns its key."""
         try:
