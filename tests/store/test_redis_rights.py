@@ -68,6 +68,17 @@ def test_a_batch_is_written_once_and_its_error_names_the_command(
     assert "evict" not in caplog.text
 
 
+def test_a_batch_without_a_retention_waits_for_the_right_to_persist(server: RedisServer, store: RedisStore) -> None:
+    store.append(NS, BATCH[:1])
+    may(server, "-persist")
+    with pytest.raises(StoreUnavailableError, match=r"grant it with ACL SETUSER engine \+persist "):
+        store.append(NS, BATCH[1:])
+    assert server.client().xlen(f"{{agentspec:{NS}}}:3:log") == 1
+    may(server, "+persist")
+    store.append(NS, BATCH[1:])
+    assert [entry.payload for entry in store.read(NS)] == [b"1", b"2", b"3"]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_erasure_that_was_refused_is_ended_when_the_right_is_there(
     server: RedisServer, store: RedisStore, command: str

@@ -157,6 +157,7 @@ if refused and not string.find(refused.err, 'stream ID', 1, true) then
 end
 redis.call('SET', none, '', 'XX')
 if ARGV[5] ~= '0' then redis.call('PEXPIRE', none, 1) end
+if ARGV[5] == '0' then redis.call('PERSIST', none) end
 redis.call('HSET', usage, 'last', last, 'born', born)
 for i = 10, #ARGV, 4 do
   -- What a session held before it expired or was evicted still counts if nobody has trimmed the log since.
@@ -180,8 +181,12 @@ for i = 10, #ARGV, 4 do
 end
 count((#ARGV - 9) / 4, total)
 redis.call('SET', writer, batch .. ' ' .. first, 'PX', ARGV[4])
-if ARGV[5] ~= '0' then
-  for _, key in ipairs(lists) do redis.call('PEXPIRE', key, ARGV[5]) end
+for _, key in ipairs(lists) do
+  if ARGV[5] ~= '0' then
+    redis.call('PEXPIRE', key, ARGV[5])
+  else
+    redis.call('PERSIST', key)  -- an earlier retention may have let it expire
+  end
 end
 redis.pcall('PUBLISH', ARGV[7], id)
 return {first, number or '', born, state()}
