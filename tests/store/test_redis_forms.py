@@ -30,7 +30,7 @@ PASSWORD = "hunter2-correct-horse"
 # These are the rights in docs/operations.md, without name and password.
 RIGHTS = (
     "~agentspec:* ~{agentspec:* resetchannels &agentspec:* +eval +evalsha +ping +time +get +set +exists +del +pexpire"
-    " +persist +rename +sadd +srem +srandmember +sscan +zadd +zrem +zrange +hget +hset +hdel +hincrby +hmget +hgetall +hlen"
+    " +persist +rename +sadd +srem +srandmember +sscan +zadd +zrem +zrange +hget +hset +hdel +hincrby +hmget +hlen"
     " +hscan +xadd +xdel +xlen +xrange +xrevrange +rpush +lrange +lindex +llen +lpop +lrem +ltrim"
     " +publish +subscribe +unsubscribe"
 )

@@ -291,6 +291,49 @@ def test_trimming_does_not_count_as_using_a_session(store: RedisStore) -> None:
     assert (after.records, after.bytes, after.used) == (1, 1, before.used)
 
 
+@pytest.fixture
+def many_erasures(store: RedisStore) -> list[str]:
+    """Add 20,000 tombstones to the log, as erasures do, and return their sessions."""
+    tag, sessions = f"{{agentspec:{NS}}}:3:", [f"{number:032x}" for number in range(20_000)]
+    for at in range(0, len(sessions), 1000):
+        pipeline = raw(store).pipeline(transaction=False)
+        for number, session in enumerate(sessions[at : at + 1000], at):
+            pipeline.xadd(f"{tag}log", {"s": session, "t": b"tombstone"}, id=f"1-{number}")
+            pipeline.hset(f"{tag}tombstones", session, f"1-{number}")
+        pipeline.execute()
+    return sessions
+
+
+def test_tombstones_behind_a_cursor_cost_what_lies_behind_it(store: RedisStore, many_erasures: list[str]) -> None:
+    def sent() -> int:
+        return int(raw(store).info("stats")["total_net_output_bytes"])
+
+    store.append(NS, [NewEntry("s", b"1")])
+    end = store.newest(NS)
+    again = [store.erase_session(NS, session).tombstone for session in ("s", many_erasures[3])]
+    before = sent()
+    assert store.tombstones(NS, after=end) == dict(zip(("s", many_erasures[3]), again, strict=True))
+    assert sent() - before < 20_000  # all tombstones take a megabyte
+
+
+def test_many_tombstones_are_read_in_pieces(
+    store: RedisStore, many_erasures: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client: Any = raw(store)
+    sizes, execute = [], client.execute_command
+
+    def measured(*command: Any, **options: Any) -> Any:
+        answer = execute(*command, **options)
+        sizes.append(len(repr(answer)))
+        return answer
+
+    monkeypatch.setattr(client, "execute_command", measured)
+    marks = store.tombstones(NS)
+    assert list(marks) == many_erasures
+    assert list(store.tombstones(NS, after=marks[many_erasures[99]])) == many_erasures[100:]
+    assert max(sizes) < 200_000
+
+
 def test_tombstones_count_once_until_they_are_trimmed(store: RedisStore) -> None:
     store.append(NS, [NewEntry("a", b"1")])
     for _ in range(3):

@@ -18,6 +18,7 @@ IDLE_SECONDS = 86_400.0
 
 _ROWS = 128  # most entries that a read fetches in one go
 _ROWS_BYTES = 1 << 20  # about the most bytes that a read fetches in one go
+_COSTLIER = 4  # reading an entry of the log takes as long as reading this many tombstones in their hash, about
 _WALKED = 100_000  # about the most elements of groups that the server walks past in one `sweep`, which takes some 10 ms
 
 Id = tuple[int, int]
@@ -138,10 +139,26 @@ class RedisShard:
             found[session] = SessionUsage(session, records, size - records * ENTRY_BYTES, used / 1000)
         return found
 
-    def tombstones(self, low: Id) -> list[tuple[Id, str]]:
-        """Return the tombstones behind ``low``, with their sessions."""
-        found: dict[bytes, bytes] = self._client.command("HGETALL", f"{self.tag}tombstones")
-        return [(parsed(number), session.decode()) for session, number in found.items() if parsed(number) > low]
+    def tombstones(self, low: Id) -> dict[str, Id]:
+        """Return the tombstones behind ``low`` by their sessions.
+
+        Where there are many, the call reads the log behind ``low`` first, and goes back to all tombstones if the log is
+        longer.
+        """
+        key, found = f"{self.tag}tombstones", dict[str, Id]()
+        most = self._client.command("HLEN", key) // _COSTLIER
+        if low != START and most >= _ROWS:
+            for read, one in enumerate(self._log(low, None)):
+                if read >= most:
+                    break
+                if one.tombstone is not None:
+                    found[one.session] = one.id
+            else:
+                return found
+        for session, number in self._client.hash_items(key):
+            if (at := parsed(number)) > low:
+                found[session.decode()] = at
+        return found
 
     def undone_erasures(self, marks: Mapping[str, Id]) -> list[str]:
         """Return the sessions whose erasure the shard lacks, as ``Store.undone_erasures``. marks: their tombstones."""

@@ -209,7 +209,8 @@ class RedisStore:
 
     def tombstones(self, namespace: str, *, after: str | None = None) -> dict[str, str]:
         shards = zip(self._shards(namespace), self._layout.read_cursor("after", after), strict=True)
-        marks = [(*mark, place) for place, (shard, low) in enumerate(shards) for mark in shard.tombstones(low)]
+        found = [(place, shard.tombstones(low)) for place, (shard, low) in enumerate(shards)]
+        marks = [(number, session, place) for place, of in found for session, number in of.items()]
         return {session: self._layout.name(place, number) for number, session, place in sorted(marks)}
 
     def history(self, namespace: str, after: str) -> History:
