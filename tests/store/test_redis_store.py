@@ -291,6 +291,26 @@ def test_trimming_does_not_count_as_using_a_session(store: RedisStore) -> None:
     assert (after.records, after.bytes, after.used) == (1, 1, before.used)
 
 
+def test_a_secret_that_a_failover_loses_as_it_is_made_is_used_and_put_back(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = store._client.command
+
+    def failing_over(*command: str | bytes | int) -> Any:
+        answer = real(*command)
+        if command[:2] == ("SET", "agentspec:secret"):
+            raw(store).delete("agentspec:secret")
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._client, "command", failing_over)
+        secret = store.secret()
+        store.keep_secret(secret)
+        store._secret.restore()  # lost again
+    store._secret.restore()
+    assert len(secret) == 32 and store.secret() == secret and caplog.messages == []
+
+
 @pytest.fixture
 def many_erasures(store: RedisStore) -> list[str]:
     """Add 20,000 tombstones to the log, as erasures do, and return their sessions."""

@@ -56,5 +56,5 @@ class RedisSecret:
     def _get_or(self, own: bytes) -> bytes:
         if self._client.command("GET", self._key) is None:  # a full server refuses SET NX even if the key exists
             self._client.command("SET", self._key, own, "NX")
-        held: bytes = self._client.command("GET", self._key)
-        return held
+        held: bytes | None = self._client.command("GET", self._key)
+        return own if held is None else held  # a failover may lose it at once; `restore` puts it back
