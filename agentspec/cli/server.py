@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 import typer
 
-from agentspec.addresses import without_secrets
+from agentspec.addresses import is_loopback, without_secrets
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.files import create_private, replacing, resolved
 from agentspec.protocol import ROUTE
@@ -68,6 +70,8 @@ def server_at(url: str, headers: list[str] | None, seconds: float = _SECONDS) ->
         way: dict[str, Any] = {}
         if url.startswith(_UNIX):
             way["transport"] = httpx.HTTPTransport(uds=url.removeprefix(_UNIX))
+        elif is_loopback(host := httpx.URL(url).host):  # what a proxy reaches there is not this machine
+            way["mounts"] = {f"all://[{host}]" if ":" in host else f"all://{host}": None}
         with httpx.Client(base_url=root_of(url) + f"/v1/{ROUTE}", headers=sent, timeout=seconds, **way) as client:
             yield client
     except httpx.LocalProtocolError:  # its text quotes the value, which may be a key
@@ -92,12 +96,23 @@ def _remedy(url: str, error: httpx.HTTPError) -> str:
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return _TRUST
     if isinstance(error, httpx.ConnectError) and "refused" in str(error):
+        if (proxy := _proxy_of(url)) is not None:
+            return f"; the environment sends this through the proxy {without_secrets(proxy)}: does it run?"
         return "; is a server running there? Name its address with --url"
     if url.startswith("https:") and "SSL" in str(error):
         return "; if this server does not use TLS, give http://"
     if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
         return "; if this server uses TLS, give https://"
     return ""
+
+
+def _proxy_of(url: str) -> str | None:
+    """Return the proxy that the environment names for a server, as httpx reads it; None without one."""
+    parts, proxies = urlsplit(root_of(url)), getproxies()
+    host = parts.hostname or ""
+    if url.startswith(_UNIX) or is_loopback(host) or proxy_bypass(host):
+        return None
+    return proxies.get(parts.scheme) or proxies.get("all")
 
 
 def ask(server: httpx.Client, method: str, path: str, expected: str, **more: Any) -> httpx.Response:

@@ -25,6 +25,27 @@ def test_a_server_that_does_not_answer_is_named(agentspec: Program) -> None:
     assert printed.endswith("; is a server running there? Name its address with --url\n")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_of_this_machine_is_not_asked_through_a_proxy(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+        status, printed = agentspec("sessions", "list", "--url", f"http://{host}:{server.getsockname()[1]}")
+    assert status == 2 and "does not answer" in printed and "refused" not in printed
+
+
+def test_a_proxy_that_does_not_answer_is_named(agentspec: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://user:hunter2@127.0.0.1:1")
+    status, printed = agentspec("sessions", "list", "--url", "http://elsewhere.invalid")
+    assert (
+        status == 2 and "through the proxy http://***@127.0.0.1:1: does it run?" in printed and "hunter2" not in printed
+    )
+    monkeypatch.setenv("no_proxy", "elsewhere.invalid")
+    assert "proxy" not in agentspec("sessions", "list", "--url", "http://elsewhere.invalid")[1]
+
+
 @pytest.mark.parametrize("url", ["localhost:8000", "127.0.0.1:8000", "htp://localhost"])
 def test_an_address_without_a_scheme_is_refused_with_an_example(agentspec: Program, url: str) -> None:
     status, printed = agentspec("sessions", "list", "--url", url)
