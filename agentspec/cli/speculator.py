@@ -90,7 +90,8 @@ def prune(
     )
     rest, held_out = _count(settings, key, f"model {model}, tokenizer {tokenizer}", whole.config.vocab_size)
     counts = rest + held_out
-    always = {token for token in special_tokens(model, tokenizer, tokenizer_revision) if token < len(counts.responses)}
+    special = special_tokens(model, tokenizer, revision=revision, tokenizer_revision=tokenizer_revision)
+    always = {token for token in special if token < len(counts.responses)}
     keep, trial = (
         choose_vocabulary(torch.from_numpy(each.responses), torch.from_numpy(each.prompts), size, always)
         for each in (counts, rest)

@@ -109,6 +109,8 @@ def test_a_hub_model_shares_with_a_folder_of_the_same_files(folder: Path, monkey
     assert asked == [("org/of-the-test", "r1")] * 2
     find_model_key("org/of-the-test", revision="r1", tokenizer_revision="r2")
     assert asked[2:] == [("org/of-the-test", "r1"), ("org/of-the-test", "r2")]
+    find_model_key("org/of-the-test", "org/tokenizer-of-the-test", revision="r1")
+    assert asked[4:] == [("org/of-the-test", "r1"), ("org/tokenizer-of-the-test", "r1")]  # as vLLM loads it
 
 
 def test_without_its_files_a_model_goes_by_its_name_and_says_so(

@@ -181,4 +181,39 @@ def test_a_tokenizer_that_is_not_there_is_named() -> None:
     from agentspec.server_ext.speculator.vocabulary import special_tokens
 
     with pytest.raises(ConfigurationError, match="tokenizer tests/speculator: cannot be loaded"):
-        special_tokens("tests/speculator", "tests/speculator", None)
+        special_tokens("tests/speculator", "tests/speculator")
+
+
+@pytest.mark.parametrize(
+    ("options", "revisions"),
+    [
+        (("--revision", "m"), {"tokenizer": "m", "ends": "m"}),
+        (("--revision", "m", "--tokenizer-revision", "t"), {"tokenizer": "t", "ends": "m"}),
+    ],
+)
+def test_special_tokens_are_those_of_the_served_revision(
+    options: tuple[str, ...],
+    revisions: dict[str, str],
+    store: str,
+    speculator: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Another revision may have other ends of text, which the reduced head would lack."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    asked: dict[str, str | None] = {}
+
+    def recorded(name: str, load: Any) -> Any:
+        def from_pretrained(place: str, *, revision: str | None = None) -> Any:
+            asked[name] = revision
+            return load(place)
+
+        return from_pretrained
+
+    for name, kind in (("tokenizer", AutoTokenizer), ("ends", GenerationConfig)):
+        monkeypatch.setattr(kind, "from_pretrained", recorded(name, kind.from_pretrained))
+    usual = ("--store", store, "--model", MODEL, "--tenant", "acme", "--size", 64)
+    run(monkeypatch, capsys, "prune", speculator, tmp_path / "out", *usual, *options)
+    assert asked == revisions

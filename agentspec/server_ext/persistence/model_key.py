@@ -41,13 +41,12 @@ def find_model_key(
     """Return the key of a model, 16 hexadecimal digits: hashes of its config and of its tokenizer's files.
 
     model, tokenizer: a folder, a single file, or a hub id, whose missing files are downloaded; tokenizer None: the
-    model's. overrides: what the server changes in the config. given: used in place of the config (setting
-    ``model_key``). If the files cannot be found, the name is used in their place, and the log says so.
+    model's. tokenizer_revision None: ``revision``, as in vLLM, also for a tokenizer of another repository. overrides:
+    what the server changes in the config. given: used in place of the config (setting ``model_key``). If the files
+    cannot be found, the name is used in their place, and the log says so.
     """
     config = f"given {given}" if given is not None else f"config {_config(model, revision)} {overrides}"
-    if tokenizer is None or tokenizer == model:
-        tokenizer, tokenizer_revision = model, tokenizer_revision or revision
-    return model_key(config, _tokenizer(tokenizer, tokenizer_revision))
+    return model_key(config, _tokenizer(tokenizer or model, tokenizer_revision or revision))
 
 
 def overrides_text(overrides: Any) -> str:

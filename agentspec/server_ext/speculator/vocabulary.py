@@ -65,8 +65,13 @@ def count_tokens(
     return rest, held_out
 
 
-def special_tokens(model: str, tokenizer: str, revision: str | None) -> set[int]:
-    """Return the ids of the tokenizer's special tokens and of the model's ends of text. Raises ConfigurationError."""
+def special_tokens(
+    model: str, tokenizer: str, *, revision: str | None = None, tokenizer_revision: str | None = None
+) -> set[int]:
+    """Return the ids of the tokenizer's special tokens and of the model's ends of text. Raises ConfigurationError.
+
+    tokenizer_revision None: ``revision``, as in vLLM.
+    """
     try:
         from transformers import AutoTokenizer, GenerationConfig
     except ImportError as error:
@@ -74,7 +79,7 @@ def special_tokens(model: str, tokenizer: str, revision: str | None) -> set[int]
             "special tokens are read with the package transformers: pip install transformers"
         ) from error
     try:
-        loaded: Any = AutoTokenizer.from_pretrained(tokenizer, revision=revision)
+        loaded: Any = AutoTokenizer.from_pretrained(tokenizer, revision=tokenizer_revision or revision)
     except Exception as error:  # transformers raises many kinds of errors
         raise ConfigurationError(
             f"tokenizer {tokenizer}: cannot be loaded ({first_line(error)}); "
@@ -83,7 +88,7 @@ def special_tokens(model: str, tokenizer: str, revision: str | None) -> set[int]
     found = set(loaded.all_special_ids)
     found.update(token for token, added in loaded.added_tokens_decoder.items() if added.special)
     try:
-        ends = GenerationConfig.from_pretrained(model).eos_token_id
+        ends = GenerationConfig.from_pretrained(model, revision=revision).eos_token_id
     except OSError:  # not every model has that file
         ends = None
     found.update([ends] if isinstance(ends, int) else ends or [])
