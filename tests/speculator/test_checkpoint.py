@@ -145,6 +145,19 @@ def test_a_saved_mlp_has_the_names_that_arctic_inference_takes(tmp_path: Path) -
     assert (config["emb_dim"], config["inner_dim"], config["input_hidden_dim"]) == (H, I, H)
 
 
+@pytest.mark.parametrize("name", ["mlp, tied", "rnn, two layers"])
+def test_an_mlp_of_one_position_is_saved_as_not_tied(name: str, tmp_path: Path) -> None:
+    """ArcticInference and vLLM refuse weights that are tied between no others. The published file still loads."""
+    checkpoint = CHECKPOINTS[name]
+    assert checkpoint.config["tie_weights"]
+    one = Checkpoint(name, checkpoint.config | {"n_predict": 1}, checkpoint.weights)
+    first = load_speculator(one.write(tmp_path / "published"))
+    save_speculator(first, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_weights"] is False
+    second = load_speculator(tmp_path / "saved")
+    assert second.config == first.config and same(first, second)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -44,7 +44,8 @@ class SpeculatorConfig:
     proj_size: int = 0
     """Width of the projected state; must equal the first inner layer's. 0: set to it."""
     tie_weights: bool = True
-    """True if all positions share one set of weights, except the first projection, which reads H."""
+    """True if all positions share one set of weights, except the first projection, which reads H. False for an MLP of
+    one position, whose weights are the same either way: ArcticInference and vLLM refuse a tied one."""
     tie_lstm_embs: bool = True
     """LSTM: True if the four gates share one embedding."""
     scale_input: bool = False
@@ -69,6 +70,8 @@ class SpeculatorConfig:
         for field in ("emb_size", "proj_size"):
             if getattr(self, field) == 0:
                 fill(self, field, self.inner_sizes[0])
+        if self.kind == "mlp" and self.n_predict == 1:
+            fill(self, "tie_weights", False)
         self._check()
 
     @property
