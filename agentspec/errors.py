@@ -25,6 +25,8 @@ AgentSpecError
 client raises them.
 """
 
+import sys
+
 
 class AgentSpecError(Exception):
     """Base class of every error that agentspec raises."""
@@ -114,10 +116,9 @@ def first_line(error: BaseException) -> str:
 
     The first line of a pydantic error only counts errors, so return its first error's field and message.
     """
-    from pydantic import ValidationError  # imported here: it takes long, and few errors need it
-
+    pydantic = sys.modules.get("pydantic")  # not imported here: it takes long, and draft models do without it
     text = str(error)
-    if isinstance(error, ValidationError):
+    if pydantic is not None and isinstance(error, pydantic.ValidationError):
         first = error.errors(include_url=False)[0]
         text = ": ".join(
             [*filter(None, [".".join(map(str, first["loc"]))]), first["msg"].removeprefix("Value error, ")]

@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,10 @@ from safetensors import SafetensorError
 
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 
-UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError, SafetensorError)
+UNREADABLE = (
+    *(OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError),
+    *(pickle.UnpicklingError, zipfile.BadZipFile, SafetensorError),
+)
 """Errors of torch, safetensors and transformers for a damaged file."""
 
 

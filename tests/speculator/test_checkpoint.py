@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.speculator import Speculator, SpeculatorConfig, load_speculator, save_speculator
 from tests.speculator.files import GATES, Checkpoint, H, I, N, V, lstm, mlp, rnn
@@ -172,7 +175,11 @@ def test_an_mlp_of_one_position_is_saved_as_not_tied(name: str, tmp_path: Path) 
         ({"emb_dim": "12"}, r"emb_size \(emb_dim\): 16 expected"),
         ({"proj_dim": "12.16"}, "proj_dim: layers of one width"),
         ({"n_predict": None}, "n_predict: a width"),
-        ({"n_predict": 0}, "n_predict: at least 1"),
+        ({"n_predict": 0}, "n_predict: 1 to 128 expected, got 0"),
+        ({"n_predict": MAX_DRAFT + 1}, "n_predict: 1 to 128 expected, got 129"),
+        ({"vocab_size": 2**63}, "vocab_size: 1 to 2147483647 expected"),
+        ({"input_hidden_dim": 2**62}, "hidden_size: 1 to 1048576 expected"),
+        ({"method": "sum_rnn", "inner_dim": "16.-1.16"}, "inner_dim: 1 to 128 widths from 1 to 1048576 expected"),
         ({"vocab_size": V + 1}, r"tensor forget_emb.0.weight has shape \[50, 16\], by config.json it is \[51, 16\]"),
         ({"input_hidden_dim": H + 1}, r"tensor forget_proj.0.weight has shape \[16, 24\]"),
         ({"tie_weights": False}, r"an LSTM speculator \(sum_lstm\) needs tie_weights: true"),
@@ -257,6 +264,73 @@ def test_files_that_are_no_weights_are_named(content: Any, name: str, tmp_path: 
     else:
         torch.save(content, folder / name)
     with pytest.raises(SpeculatorError, match=name):
+        load_speculator(folder)
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02h\xbc.",  # a value that was not kept
+        b"\x80\x02.",  # no value
+        b"\x80\x02}K\x01K\x02s.",  # numbers by number
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.",  # a tensor of nothing
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(NNNNNNtR.",
+    ],
+)
+def test_a_damaged_pickle_is_named(pickled: bytes, tmp_path: Path) -> None:
+    folder = lstm().write(tmp_path)
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/version", "3\n")
+    with pytest.raises(SpeculatorError, match=r"pytorch_model\.bin: cannot be read .*download or save it again"):
+        load_speculator(folder)
+
+
+def test_a_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
+    folder = lstm().write(tmp_path)
+    torch.save({0: torch.zeros(1)}, folder / "pytorch_model.bin")
+    with pytest.raises(SpeculatorError, match="not a dictionary of tensors by name"):
+        load_speculator(folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype)")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: head.to_sparse(),
+        lambda head: head.to_sparse_csr(),
+        lambda head: head.to("meta"),
+        lambda head: torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)]),
+    ],
+)
+@pytest.mark.parametrize("name", ["head.0.weight", "cell_proj.1.weight"])
+def test_a_tensor_that_is_not_dense_is_named(name: str, change: Any, tmp_path: Path) -> None:
+    checkpoint = lstm()
+    checkpoint.weights[name] = change(checkpoint.weights[name])
+    with pytest.raises(SpeculatorError, match=rf"tensor {re.escape(name)} cannot be read \(it is sparse, .*; download"):
+        load_speculator(checkpoint.write(tmp_path))
+
+
+def test_a_number_format_that_torch_lacks_is_named(tmp_path: Path) -> None:
+    """safetensors opens the file, and cannot read the tensor."""
+    folder = write_safetensors(lstm(), tmp_path / "speculator")
+    header = {"head.0.weight": {"dtype": "F6_E2M3", "shape": [V, I], "data_offsets": [0, V * I * 6 // 8]}}
+    (folder / "other.safetensors").write_bytes(_packed(header) + bytes(V * I * 6 // 8))
+    with pytest.raises(SpeculatorError, match=r"tensor head\.0\.weight cannot be read \(.*F6_E2M3\); download"):
+        load_speculator(folder)
+
+
+def _packed(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"weight_map": {"x": 5}}'])
+def test_json_of_something_else_is_named(name: str, text: str, tmp_path: Path) -> None:
+    folder = write_safetensors(lstm(), tmp_path / "speculator")
+    (folder / name).write_text(text)
+    with pytest.raises(SpeculatorError, match=rf"{re.escape(name)}: |neither architectures nor model_type"):
         load_speculator(folder)
 
 

@@ -10,6 +10,7 @@ from agentspec.server_ext.speculator import DraftLoop, load_speculator
 from tests.speculator.files import H, lstm
 
 _SCRIPT = """
+import pathlib
 import sys
 for name in ("vllm", "transformers", "safetensors", "huggingface_hub", "pydantic", "openai", "httpx", "redis",
              "msgpack", "numpy", "typer", "rich", "agentspec.cache", "agentspec.cache._native"):
@@ -20,10 +21,12 @@ speculator = load_speculator(sys.argv[1])
 save_speculator(speculator, sys.argv[1])
 drafted = DraftLoop(speculator)(torch.ones(1, speculator.config.hidden_size), torch.tensor([3]))
 print(drafted.tokens.tolist()[0])
-try:
-    load_speculator(sys.argv[2])
-except ValueError as error:
-    print(error)
+(pathlib.Path(sys.argv[1]) / "pytorch_model.bin").write_text("damaged")
+for folder in sys.argv[1:]:
+    try:
+        load_speculator(folder)
+    except ValueError as error:
+        print(error)
 """
 
 
@@ -40,6 +43,7 @@ def test_the_models_need_torch_alone(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    drafted, error = done.stdout.splitlines()
+    drafted, damaged, error = done.stdout.splitlines()
     assert drafted == str(expected)
+    assert damaged.startswith(f"{folder / 'pytorch_model.bin'}: cannot be read (")
     assert error == f"{other / 'model.safetensors'}: needs the package safetensors: pip install safetensors"

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,6 +149,17 @@ def test_a_file_of_something_else_in_the_place_of_the_checkpoint_is_named(settin
     with pytest.raises(
         InvalidInputError, match=r"training\.pt: cannot be read \(no checkpoint of a training\); remove"
     ):
+        train(config, QUIET)
+
+
+def test_a_checkpoint_whose_pickle_is_damaged_is_named(settings: dict[str, Any]) -> None:
+    """torch raises TypeErrors, AttributeErrors and AssertionErrors, too."""
+    config = TrainingConfig.model_validate(settings)
+    config.checkpoint.output_dir.mkdir()
+    with zipfile.ZipFile(config.checkpoint.output_dir / "training.pt", "w") as file:
+        file.writestr("archive/data.pkl", b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.")
+        file.writestr("archive/version", "3\n")
+    with pytest.raises(InvalidInputError, match=r"training\.pt: cannot be read \(.*arguments.*\); remove"):
         train(config, QUIET)
 
 

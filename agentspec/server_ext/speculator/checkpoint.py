@@ -5,7 +5,6 @@ writes all names, because ArcticInference needs them all; ``load_speculator`` re
 """
 
 import json
-import pickle
 import re
 import zipfile
 from collections.abc import Callable
@@ -53,7 +52,7 @@ def load_speculator(
     shapes = {name: list(value.shape) for name, value in speculator.state_dict().items()}
     names = _layout(config)
     if dtype is None:
-        head = _find(stored, names["heads.0.weight"][0], folder)()
+        head = _read(stored, names["heads.0.weight"][0], folder)
         dtype = head.dtype if head.dtype in _WEIGHTS else torch.float32  # a quantized head is refused below
     state = {}
     for parameter, parts in names.items():
@@ -146,8 +145,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SpeculatorError(f"{file}: missing; give the folder of a speculator") from None
-    except (OSError, ValueError) as error:
-        raise SpeculatorError(f"{file}: cannot be read ({error})") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpeculatorError(f"{file}: cannot be read ({error}); download or save it again") from error
     if not isinstance(values, dict):
         raise SpeculatorError(f"{file}: a JSON object expected")
     return values
@@ -221,7 +220,7 @@ def _read_tensors(folder: Path) -> Tensors:
             tensors.update(read(file))
         except SpeculatorError:
             raise
-        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        except Exception as error:  # torch raises whatever a damaged pickle leads to
             raise SpeculatorError(
                 f"{file}: cannot be read ({first_line(error)}); "
                 "it must hold tensors by name and nothing else: download or save it again"
@@ -233,9 +232,9 @@ def _check_shards(index: Path) -> None:
     """Raise SpeculatorError if a file that the index names is missing."""
     try:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        missing = sorted(shard for shard in shards if not (index.parent / shard).is_file())
+    except Exception as error:  # it may hold anything
         raise SpeculatorError(f"{index}: not an index of weights ({error}); download it again") from error
-    missing = sorted(shard for shard in shards if not (index.parent / shard).is_file())
     if missing:
         raise SpeculatorError(f"{index}: {missing[0]} is missing, {len(missing)} of {len(shards)}; download them")
 
@@ -255,8 +254,8 @@ def _safetensors(file: Path) -> Tensors:
 def _bin(file: Path) -> Tensors:
     mapped = zipfile.is_zipfile(file)  # torch before 1.6 wrote another format, which cannot be mapped
     values = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
-        raise ValueError("not a dictionary of tensors")
+    if not isinstance(values, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in values.items()):
+        raise ValueError("not a dictionary of tensors by name")
     return {name: partial(values.__getitem__, name) for name in values}
 
 
@@ -270,12 +269,27 @@ def _find(stored: Tensors, names: Names, folder: Path) -> Callable[[], Tensor]:
     )
 
 
+def _read(stored: Tensors, names: Names, folder: Path) -> Tensor:
+    """Return a dense tensor. Raises SpeculatorError if there is none of these names, or if it cannot be read."""
+    read = _find(stored, names, folder)
+    try:
+        tensor = read()
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+            raise ValueError("it is sparse, nested or without values")
+    except Exception as error:  # safetensors, and torch for a damaged file, raise many kinds
+        raise SpeculatorError(
+            f"{folder}: tensor {names[0]} cannot be read ({first_line(error)}); download it again, or save it as a "
+            "dense tensor of 16 or 32 bits"
+        ) from error
+    return tensor
+
+
 def _fitting(stored: Tensors, names: Names, shape: list[int], folder: Path, dtype: torch.dtype) -> Tensor:
     """Return a tensor of this shape in this dtype.
 
     Raises SpeculatorError for another shape, and for weights that are quantized, NaN or infinite.
     """
-    tensor = _find(stored, names, folder)()
+    tensor = _read(stored, names, folder)
     is_weight = dtype != torch.int64
     if is_weight and tensor.dtype not in _WEIGHTS:
         raise SpeculatorError(

@@ -16,6 +16,12 @@ Kind = Literal["mlp", "lstm"]
 
 MODEL_TYPE = "mlp_speculator"
 """vLLM's name for all of them, in config.json."""
+_MOST = {
+    **dict.fromkeys(("hidden_size", "inner_size", "emb_size", "proj_size"), 2**20),
+    **dict.fromkeys(("n_predict", "emb_layers", "proj_layers"), 128),
+    "vocab_size": 2**31 - 1,
+}
+"""Highest value of each size. 128 is the longest draft that the engine verifies."""
 METHODS: dict[str, Kind] = {"sum_rnn": "mlp", "sum_lstm": "lstm"}
 """The kind that each ``method`` of ArcticTraining makes."""
 _ARCHITECTURES = {
@@ -183,9 +189,12 @@ class SpeculatorConfig:
         return values
 
     def _check(self) -> None:
-        for field in ("hidden_size", "inner_size", "n_predict", "vocab_size", "emb_layers", "proj_layers"):
-            if getattr(self, field) < 1:
-                raise SpeculatorError(f"{field}: at least 1 expected, got {getattr(self, field)}")
+        for field, most in _MOST.items():
+            if not 1 <= getattr(self, field) <= most:
+                raise SpeculatorError(f"{field}: 1 to {most} expected, got {getattr(self, field)}")
+        layers, width = _MOST["emb_layers"], _MOST["inner_size"]
+        if len(self.inner_sizes) > layers or not all(1 <= size <= width for size in self.inner_sizes):
+            raise SpeculatorError(f"inner_dim: 1 to {layers} widths from 1 to {width} expected, got {self.inner_sizes}")
         first, last = self.inner_sizes[0], self.inner_sizes[-1]
         for field, expected in (("emb_size", first), ("proj_size", first), ("inner_size", last)):
             if (size := getattr(self, field)) != expected:
