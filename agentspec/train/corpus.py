@@ -260,18 +260,22 @@ def _place(session: str) -> float:
 
 
 def _save(conversations: Sequence[Conversation], file: Path) -> None:
+    names = json.dumps([conversation.session for conversation in conversations]).encode()
     tensors = {
+        "sessions": torch.frombuffer(bytearray(names), dtype=torch.uint8),  # metadata takes 100 MB at most
         "tokens": torch.cat([torch.from_numpy(conversation.tokens.copy()) for conversation in conversations]),
         "lengths": torch.tensor([len(conversation.tokens) for conversation in conversations]),
         "responses": torch.tensor([(i, *span) for i, each in enumerate(conversations) for span in each.responses]),
     }
     with writable(file), replacing(file, sync=True) as partial:
-        save_file(tensors, partial, {"sessions": json.dumps([conversation.session for conversation in conversations])})
+        save_file(tensors, partial)
 
 
 def _load(file: Path) -> list[Conversation]:
     with readable(file, file.parent), safe_open(file, framework="pt") as stored:
-        sessions: list[str] = json.loads(stored.metadata()["sessions"])
+        earlier = stored.metadata() or {}  # of a file that an earlier checkout wrote
+        names = earlier["sessions"] if earlier else stored.get_tensor("sessions").numpy().tobytes()
+        sessions: list[str] = json.loads(names)
         texts = stored.get_tensor("tokens").split(stored.get_tensor("lengths").tolist())
         spans: list[list[tuple[int, int]]] = [[] for _ in sessions]
         for index, start, end in stored.get_tensor("responses").tolist():

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from agentspec.cache.store import LogNames, NewEntry, TurnRecord, encode, open_store
 from agentspec.errors import InvalidInputError
@@ -15,7 +16,7 @@ from agentspec.server_ext.persistence.model_key import find_model_key, overrides
 from agentspec.server_ext.settings import Settings
 from agentspec.train.config import Model, StoreSource, TrainingConfig
 from agentspec.train.conversations import Conversation
-from agentspec.train.corpus import Corpus, _stored, folder_of, gather
+from agentspec.train.corpus import Corpus, _load, _save, _stored, folder_of, gather
 
 
 def gathered(settings: dict[str, Any], eval_file: Path) -> Corpus:
@@ -123,3 +124,22 @@ def test_a_store_is_read_under_the_key_of_its_server(settings: dict[str, Any], t
 
     assert [each.tokens.tolist() for each in read(**served)] == [[1, 2, 3, 4, 5]]
     assert not read() and not read(tokenizer=served["tokenizer"])
+
+
+def test_a_corpus_keeps_more_names_than_a_header_holds(tmp_path: Path) -> None:
+    """safetensors takes 100 MB of metadata. A large store has longer names than that, all together."""
+    tokens = np.array([1, 2, 3], np.int32)
+    names = ["\ud800/é", *(letter * 60_000_000 for letter in "ab")]
+    _save([Conversation(name, tokens, ((1, 3),)) for name in names], tmp_path / "train.safetensors")
+    assert [each.session for each in _load(tmp_path / "train.safetensors")] == names
+
+
+def test_a_corpus_of_an_earlier_checkout_is_read(tmp_path: Path) -> None:
+    """Hidden states lie beside it, which took hours."""
+    file = tmp_path / "train.safetensors"
+    _save([Conversation("", np.array([1, 2, 3], np.int32), ((1, 2), (2, 3)))], file)
+    tensors = load_file(file)
+    del tensors["sessions"]
+    save_file(tensors, file, {"sessions": '["a"]'})
+    (read,) = _load(file)
+    assert (read.session, read.tokens.tolist(), read.responses) == ("a", [1, 2, 3], ((1, 2), (2, 3)))
