@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from agentspec.server_ext.speculator import Speculator
-from agentspec.train.hidden_states import HiddenStates
+from agentspec.train.hidden_states import HiddenStates, fitting
 from agentspec.train.trainer import Batch, Piece, collate, pieces
 
-_PIECES_AT_ONCE = 8
+PIECES_AT_ONCE = 8
+"""Most pieces in one forward pass, unless the caller wants fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +44,17 @@ class Acceptance:
         }
 
 
-def measure(speculator: Speculator, data: HiddenStates) -> Acceptance:
+def measure(speculator: Speculator, data: HiddenStates, pieces_at_once: int = PIECES_AT_ONCE) -> Acceptance:
     """Replay the decoding of every response, and count the accepted draft tokens.
 
     A draft is accepted up to the first token that differs from the response. Up to there its inputs are the response's
-    own tokens, so one teacher-forced pass over all positions gives the drafts of every step.
+    own tokens, so one teacher-forced pass over all positions gives the drafts of every step. pieces_at_once: most
+    pieces in one pass. Raises ConfigurationError if a pass does not fit into the device's memory.
     """
     n = speculator.config.n_predict
     tokens = steps = 0
     accepted = [0] * n
-    for lengths in _matched(speculator, data, n):
+    for lengths in _matched(speculator, data, n, pieces_at_once):
         at = 0
         while at < len(lengths):
             steps += 1
@@ -63,28 +65,29 @@ def measure(speculator: Speculator, data: HiddenStates) -> Acceptance:
     return Acceptance(tokens, steps, tuple(accepted))
 
 
-def _matched(speculator: Speculator, data: HiddenStates, n: int) -> Iterator[list[int]]:
+def _matched(speculator: Speculator, data: HiddenStates, n: int, pieces_at_once: int) -> Iterator[list[int]]:
     """Yield, for each response, how many tokens of the n-token draft from each of its positions are accepted."""
     lengths = (
         pair
-        for batch in _batches(pieces(data.responses))
+        for batch in _batches(pieces(data.responses), pieces_at_once)
         for pair in zip(batch, _lengths(speculator, data, batch, n), strict=True)
     )
     for _, of_response in groupby(lengths, key=lambda pair: pair[0].response):
         yield [length for _, part in of_response for length in part]
 
 
-def _batches(chosen: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
-    for at in range(0, len(chosen), _PIECES_AT_ONCE):
-        yield chosen[at : at + _PIECES_AT_ONCE]
+def _batches(chosen: Sequence[Piece], size: int) -> Iterator[Sequence[Piece]]:
+    for at in range(0, len(chosen), size):
+        yield chosen[at : at + size]
 
 
 def _lengths(speculator: Speculator, data: HiddenStates, chosen: Sequence[Piece], n: int) -> list[list[int]]:
     weights = next(speculator.parameters())
-    batch = collate(data, chosen, n).to(weights.device)
-    with torch.inference_mode():
+    batch = collate(data, chosen, n)
+    with fitting("micro_batch_size", "a smaller one"), torch.inference_mode():
+        batch = batch.to(weights.device)
         logits = speculator(batch.hidden[batch.starts].to(weights.dtype), batch.inputs(n))
-    right = torch.stack([_is_right(batch, scores, k) for k, scores in enumerate(logits)], dim=1)
+        right = torch.stack([_is_right(batch, scores, k) for k, scores in enumerate(logits)], dim=1)
     matched = right.long().cumprod(1).sum(1)
     return [part.tolist() for part in matched.split([piece.last - piece.first for piece in chosen])]
 

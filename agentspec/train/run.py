@@ -26,10 +26,10 @@ from agentspec.server_ext.speculator.config import MODEL_TYPE
 from agentspec.train.config import PromptsSource, TrainingConfig
 from agentspec.train.conversations import Conversation
 from agentspec.train.corpus import Corpus, folder_of, gather, is_gathered, source_sizes
-from agentspec.train.evaluate import Acceptance, measure
+from agentspec.train.evaluate import PIECES_AT_ONCE, Acceptance, measure
 from agentspec.train.files import make_folder, readable, writable
 from agentspec.train.generate import answer_prompts
-from agentspec.train.hidden_states import HiddenStates, Target, extract, target_shape
+from agentspec.train.hidden_states import HiddenStates, Target, extract, fitting, target_shape
 from agentspec.train.trainer import Trainer, checkpoint_file, of_another_run, speculator_config, started_run
 
 REPORT = "report.json"
@@ -73,8 +73,10 @@ def _train(config: TrainingConfig, out: Path, console: Console) -> dict[str, Any
             HiddenStates(corpus.held_out, run.folder / "held-out") as held_out,
         ):
             shape = speculator_config(config.model, run.target)
-            trainer = Trainer(config, shape, data, head, run.device, f"{run.folder.name} {corpus.digest()}", run.sizes)
-            before, after = run.train(trainer, held_out)
+            data_key = f"{run.folder.name} {corpus.digest()}"
+            with fitting("model.speculator_width", "a smaller one, and the same proj_dim and emb_dim"):
+                trainer = Trainer(config, shape, data, head, run.device, data_key, run.sizes)
+                before, after = run.train(trainer, held_out)
     report = {
         "target": config.model.name_or_path,
         "device": run.device.type,
@@ -216,7 +218,8 @@ class _Run:
 
         Raises KeyboardInterrupt at Ctrl-C or SIGTERM, once the step is done and saved; a second one doesn't wait.
         """
-        before = measure(trainer.speculator, held_out)
+        at_once = min(PIECES_AT_ONCE, self.config.micro_batch_size)
+        before = measure(trainer.speculator, held_out, at_once)
         if trainer.resume():
             self._bars.console.print(f"going on at step {trainer.step}")
         total, every = self.config.train_iters, self.config.checkpoint.save_every_n_steps
@@ -240,7 +243,7 @@ class _Run:
         trainer.speculator.to(self.target.dtype)
         trainer.check_weights()
         trainer.speculator.float()
-        return before, measure(trainer.speculator, held_out)
+        return before, measure(trainer.speculator, held_out, at_once)
 
     def _extract(self, conversations: list[Conversation], name: str) -> None:
         total = sum(len(conversation.tokens) for conversation in conversations)

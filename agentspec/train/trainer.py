@@ -267,7 +267,7 @@ class Trainer:
 
         Raises InvalidInputError for a damaged checkpoint, ConfigurationError for one of other settings or data.
         """
-        state = _saved(self.config, map_location=self._device)
+        state = _saved(self.config, map_location="cpu")  # a full device would count as a damaged file
         if state is None:
             return False
         if state["data"] != self._data_key:
@@ -311,7 +311,7 @@ class Trainer:
     def train_step(self) -> float:
         """Update the weights once. Return the mean loss of a draft.
 
-        Raises ConfigurationError if that is not finite, or if an update does not fit into the device's memory.
+        Raises ConfigurationError if that is not finite, or if its pieces do not fit into the device's memory.
         """
         began = time.perf_counter()
         factor = rate_factor(self.step, self.config.train_iters, self.config.scheduler.warmup_ratio)

@@ -67,6 +67,23 @@ def test_acceptance_is_that_of_real_decoding(settings: dict[str, Any]) -> None:
         assert decode(speculator, data) == measure(speculator, data)
 
 
+@pytest.mark.parametrize(("trained", "measured"), [(2, 2), (64, 8)])
+def test_no_more_is_measured_at_once_than_is_trained_on(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, trained: int, measured: int
+) -> None:
+    """Otherwise a training would not fit into memory that its updates fit into."""
+    settings |= {"micro_batch_size": trained, "train_iters": 1}
+    sizes, lengths = list[int](), evaluate._lengths
+
+    def counted(*given: Any) -> Any:
+        sizes.append(len(given[2]))
+        return lengths(*given)
+
+    monkeypatch.setattr(evaluate, "_lengths", counted)
+    train(TrainingConfig.model_validate(settings), QUIET)
+    assert max(sizes) == measured
+
+
 def held_out(config: TrainingConfig) -> HiddenStates:
     folder = folder_of(config)
     return HiddenStates(gather(config, folder, lambda _source, _out: None).held_out, folder / "held-out")

@@ -24,7 +24,7 @@ from agentspec.cache.store import open_store
 from agentspec.errors import ConfigurationError, InvalidInputError, SpeculatorError, StoreUnavailableError
 from agentspec.server_ext.speculator import save_speculator
 from agentspec.testing.server import free_port
-from agentspec.train import corpus, trainer
+from agentspec.train import corpus, evaluate, trainer
 from agentspec.train.config import TrainingConfig
 from agentspec.train.corpus import folder_of
 from agentspec.train.hidden_states import Target
@@ -302,6 +302,10 @@ def test_a_training_that_diverges_ends_and_saves_nothing(settings: dict[str, Any
     ("place", "message"),
     [
         ((trainer, "lk"), r"^micro_batch_size: .*\(HIP out of memory\); write a smaller one, and more gradient_acc"),
+        ((evaluate, "_is_right"), r"^micro_batch_size: .*\(HIP out of memory\); write a smaller one$"),
+        ((trainer, "build_speculator"), r"^model\.speculator_width: .*; write a smaller one, and the same proj_dim"),
+        ((torch.optim.AdamW, "step"), r"^model\.speculator_width: .*\(HIP out of memory\); write a smaller one, and "),
+        ((trainer.Trainer, "check_weights"), r"^model\.speculator_width: .*\(HIP out of memory\); write a smaller "),
         ((Target, "hidden_states"), r"^data\.max_length: .*\(HIP out of memory\); write less than \d+, "),
     ],
 )
