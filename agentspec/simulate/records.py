@@ -85,11 +85,11 @@ def read_calls(
         yield call
 
 
-def open_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
+def open_tokenizer(name: str, option: str = "--tokenizer", revision: str | None = None) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, of a folder that holds one, or of a model that transformers knows.
 
     Special tokens in the text are encoded as such; none are added. option: the option's name in errors.
-    Raises ConfigurationError, which says what to install or to give.
+    revision: of a model on the hub. Raises ConfigurationError, which says what to install or to give.
     """
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -105,7 +105,7 @@ def open_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
         from transformers import AutoTokenizer
 
         local = not path.exists() and not _answers(name)
-        slow: Any = AutoTokenizer.from_pretrained(name, local_files_only=local)
+        slow: Any = AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=local)
         return lambda text: list(slow.encode(text, add_special_tokens=False))
     except ImportError as error:
         raise ConfigurationError(

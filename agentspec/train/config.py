@@ -48,6 +48,14 @@ class Section(BaseModel):
         return values
 
 
+def _of_the_target(given: Any) -> Any:
+    """Refuse what decides which model the target is, as its hidden states would be those of another one."""
+    for name in ("revision", "hf_overrides"):
+        if isinstance(given, dict) and name in given:
+            raise ValueError(f"{name}: write it as model.{name}, with which the target is loaded, too")
+    return given
+
+
 class RecordsSource(Section):
     """Train on recorded calls in the format of ``agentspec simulate``."""
 
@@ -69,9 +77,12 @@ class StoreSource(Section):
     """The server's setting ``model_key``, if it has one."""
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
-    revision: str | None = None
-    hf_overrides: dict[str, Any] = {}
-    """These four as the server has them, if it has them: they tell its log from others."""
+    """These two as the server has them, if it has them: they tell its log from others."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_target(cls, values: Any) -> Any:
+        return _of_the_target(values)
 
 
 class PromptsSource(Section):
@@ -81,8 +92,8 @@ class PromptsSource(Section):
     path: File
     max_tokens: int = Field(default=1024, ge=2, lt=2**31)
     temperature: float = Field(default=0.0, ge=0.0)
-    engine: dict[str, Any] = {}
-    """Keyword arguments of ``vllm.LLM``."""
+    engine: Annotated[dict[str, Any], AfterValidator(_of_the_target)] = {}
+    """Keyword arguments of ``vllm.LLM``, but for those that ``Model.variant`` gives."""
 
 
 Source = Annotated[RecordsSource | StoreSource | PromptsSource, Field(discriminator="type")]
@@ -92,6 +103,9 @@ class Model(Section):
     """Name the target and the shape of its speculator."""
 
     name_or_path: Name
+    revision: str | None = None
+    hf_overrides: dict[str, Any] = {}
+    """These two as the target's server has them, if it has them."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Precision in which the target computes its hidden states, and in which they are cached."""
     method: Literal["sum_lstm", "sum_rnn"] = "sum_lstm"
@@ -102,6 +116,11 @@ class Model(Section):
     speculator_tie_weights: bool = True
     speculator_scale_input: bool = True
     tie_lstm_embs: bool = True
+
+    @property
+    def variant(self) -> dict[str, Any]:
+        """Return ``revision`` and ``hf_overrides`` for JSON, each only if it is given."""
+        return self.model_dump(mode="json", include={"revision", "hf_overrides"}, exclude_defaults=True)
 
     @model_validator(mode="after")
     def _one_width(self) -> "Model":

@@ -87,12 +87,12 @@ class Joiner:
         return self._closed + [conversation.closed() for conversation in self._open.values()]
 
 
-def from_records(path: Path, tokenizer: str | None) -> list[Conversation]:
+def from_records(path: Path, tokenizer: str | None, revision: str | None = None) -> list[Conversation]:
     """Read the conversations of a file of recorded calls. Sessions of different tenants stay apart.
 
-    Raises InvalidInputError naming file, line and field.
+    revision: the tokenizer's, on the hub. Raises InvalidInputError naming file, line and field.
     """
-    encode = None if tokenizer is None else open_tokenizer(tokenizer, "data.sources: tokenizer")
+    encode = None if tokenizer is None else open_tokenizer(tokenizer, "data.sources: tokenizer", revision)
     joiner = Joiner()
     for call in read_calls(path, tokenizer=encode):
         joiner.add(call.session, call.prompt, call.response, call.tenant)

@@ -72,7 +72,8 @@ def folder_of(config: TrainingConfig, sizes: Sequence[int] | None = None) -> Pat
     name, folder = config.model.name_or_path, Path(config.model.name_or_path)
     model = [str(folder.resolve()), weight_files(folder), text_files(folder)] if folder.is_dir() else name
     tokenizers = [text_files(path) for path in _tokenizers(config.data) if path.exists()]
-    key = json.dumps([data, files, model, tokenizers, config.model.dtype], sort_keys=True)
+    variant = [config.model.variant] if config.model.variant else []  # caches of earlier checkouts stay in use
+    key = json.dumps([data, files, model, tokenizers, config.model.dtype, *variant], sort_keys=True)
     return config.data.cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -165,9 +166,9 @@ def _not_empty(sources: list[list[Conversation]], field: str, data: Data) -> lis
     if not found:
         stored = any(isinstance(source, StoreSource) for source in _all(data))
         as_served = (
-            "; of a store, give url, tenant, model_key, tokenizer, revision, hf_overrides, model.name_or_path and "
-            "AGENTSPEC_SECRET as its server has them (a server with API keys and no tenant has a log for each key, "
-            "which is not read)"
+            "; of a store, give url, tenant, model_key, tokenizer, model.name_or_path, model.revision, "
+            "model.hf_overrides and AGENTSPEC_SECRET as its server has them (a server with API keys and no tenant has "
+            "a log for each key, which is not read)"
         )
         raise InvalidInputError(
             f"data.{field}: no session with a response of two tokens or more within data.max_length "
@@ -187,23 +188,23 @@ def _read(sources: Sequence[Source], config: TrainingConfig, answers: Path, answ
             answer(source, file)
             found = from_records(file, None)
         else:
-            found = from_records(source.path, source.tokenizer)
+            of_target = source.tokenizer == config.model.name_or_path
+            found = from_records(source.path, source.tokenizer, config.model.revision if of_target else None)
         shortened = (cut(conversation, config.data.max_length) for conversation in found)
         read.append([conversation for conversation in shortened if conversation.responses])
     return read
 
 
 def _stored(source: StoreSource, model: Model) -> list[Conversation]:
-    name = model.name_or_path
     store = open_store(source.url, must_exist=True)
     try:
         store.ping()  # raises here if the store is away; `server_secret` would warn and return a temporary secret
         key = find_model_key(
-            name,
+            model.name_or_path,
             source.tokenizer,
-            revision=source.revision,
+            revision=model.revision,
             tokenizer_revision=source.tokenizer_revision,
-            overrides=overrides_text(source.hf_overrides),
+            overrides=overrides_text(model.hf_overrides),
             given=source.model_key,
         )
         logs = LogNames(key, server_secret(Settings(store=source.url)))

@@ -64,7 +64,8 @@ def _engine(source: PromptsSource, model: Model, done: int) -> OfflineEngine:
     """Start the engine. done: answers of earlier runs, whose random numbers it does not draw again."""
     try:
         seed = int(source.engine.get("seed") or 0) + done
-        return OfflineEngine.start(model.name_or_path, **{"dtype": model.dtype, **source.engine, "seed": seed})
+        options = {"dtype": model.dtype, **source.engine, **model.variant, "seed": seed}
+        return OfflineEngine.start(model.name_or_path, **options)
     except (ConfigurationError, TypeError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"data.sources: type prompts needs vLLM: {error}") from error
 

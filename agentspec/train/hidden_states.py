@@ -5,7 +5,7 @@ speculator starts from row i when token i is the newest, and the target's distri
 applied to row i + 1.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +36,15 @@ class TargetShape:
     dtype: torch.dtype
 
 
-def target_shape(name: str) -> TargetShape:
-    """Read the shape from the model's configuration, without its weights. Raises ConfigurationError without one."""
-    from transformers import AutoConfig
+def target_shape(
+    name: str, *, revision: str | None = None, hf_overrides: Mapping[str, Any] | None = None
+) -> TargetShape:
+    """Read the shape from the model's configuration, without its weights. Raises ConfigurationError without one.
 
+    revision: on the hub. hf_overrides: values of the configuration, as ``vllm serve`` takes them.
+    """
+    config = _configuration(name, revision, hf_overrides or {})
     try:
-        config: Any = AutoConfig.from_pretrained(name)
         text = config.get_text_config()
         return TargetShape(
             hidden_size=int(text.hidden_size),
@@ -49,8 +52,28 @@ def target_shape(name: str) -> TargetShape:
             architectures=tuple(config.architectures or ()),
             dtype=text.dtype or torch.float32,
         )
-    except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: a model that writes no text
+    except (AttributeError, TypeError) as error:  # a model that writes no text
         raise _unusable(name, error) from error
+
+
+def _configuration(name: str, revision: str | None, overrides: Mapping[str, Any]) -> Any:
+    """Return the model's configuration with other values, as vLLM makes it from these. Raises ConfigurationError."""
+    from transformers import AutoConfig
+
+    unknown: dict[str, Any] = {}
+    try:
+        config: Any = AutoConfig.from_pretrained(name, revision=revision)
+        if overrides:
+            stored, _ = config.get_config_dict(name, revision=revision)
+            config, unknown = config.from_dict(stored, return_unused_kwargs=True, **overrides)
+    except Exception as error:  # the libraries raise whatever they like
+        raise _unusable(name, error) from error
+    if left := sorted(unknown.keys() & overrides):
+        raise ConfigurationError(
+            f"model.hf_overrides: {left[0]} is no field of this model in transformers, which computes the hidden "
+            "states; serve and train on a copy of the model whose config.json has what you need"
+        )
+    return config
 
 
 @contextmanager
@@ -69,18 +92,29 @@ def fitting(field: str, remedy: str) -> Iterator[None]:
 class Target:
     """Load the frozen target with transformers, on one device. Raises ConfigurationError where it cannot be loaded.
 
-    dtype: "auto" or a torch dtype's name. max_length: most tokens of a conversation, for a model that learned a vector
-    for each position; None for others.
+    dtype: "auto" or a torch dtype's name. revision, hf_overrides: as for `target_shape`. max_length: most tokens of a
+    conversation, for a model that learned a vector for each position; None for others.
     """
 
-    def __init__(self, name: str, dtype: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        dtype: str,
+        device: torch.device,
+        *,
+        revision: str | None = None,
+        hf_overrides: Mapping[str, Any] | None = None,
+    ) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        config = _configuration(name, revision, hf_overrides or {})
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=kind, output_loading_info=True)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name, revision=revision, config=config, dtype=kind, output_loading_info=True
+            )
         except (*UNREADABLE, ImportError) as error:
             raise _unusable(name, error) from error
         model, report = loaded

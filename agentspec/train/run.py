@@ -156,7 +156,7 @@ class _Run:
         self.config = config
         self.sizes, self.folder = self._data_of(config, bars)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.target = target_shape(config.model.name_or_path)
+        self.target = target_shape(config.model.name_or_path, **config.model.variant)
         self._bars = bars
         self._opened: Target | None = None
 
@@ -252,7 +252,8 @@ class _Run:
 
     def _open_target(self) -> Target:
         if self._opened is None:
-            self._opened = Target(self.config.model.name_or_path, self.config.model.dtype, self.device)
+            model = self.config.model
+            self._opened = Target(model.name_or_path, model.dtype, self.device, **model.variant)
         return self._opened
 
     def _head(self) -> Tensor:

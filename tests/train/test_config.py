@@ -71,6 +71,14 @@ def test_reads_the_published_recipe(tmp_path: Path, settings: dict[str, Any]) ->
         (("data", "sources"), [{"type": "store", "url": "memory://", "newest": 2**63}], "newest: "),
         (("data", "sources"), [{"type": "prompts", "path": "p", "max_tokens": 10**23}], "max_tokens: "),
         (("seed",), 2**70, "seed: "),
+        *(
+            (("data", "sources"), [source], f"{name}: write it as model.{name}, with which the target is loaded, too")
+            for name in ("revision", "hf_overrides")
+            for source in (
+                {"type": "store", "url": "memory://", name: "v2"},
+                {"type": "prompts", "path": "p", "engine": {name: "v2"}},
+            )
+        ),
         (("optimizer",), {"betas": [5, 0.9]}, "optimizer.betas.0: "),
         (("optimizer",), {"lr": True}, "optimizer: lr: true and false are no values of it"),
         (("optimizer",), {"betas": [False, 0.9]}, "optimizer: betas: true and false are no values of it"),

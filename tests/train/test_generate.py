@@ -175,3 +175,21 @@ def test_prompts_that_newer_vllm_refuses_are_named(
 def test_a_prompt_that_cannot_be_used_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(InvalidInputError, match=r"prompts\.jsonl, line 2: "):
         ask(tmp_path, '{"prompt": "a"}\n' + line + "\n")
+
+
+def test_the_answers_are_those_of_the_served_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+
+    def start(name: str, **options: Any) -> Engine:
+        started.append(options)
+        return Engine()
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    monkeypatch.setattr("agentspec.train.generate.OfflineEngine.start", start)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    source = PromptsSource(type="prompts", path=tmp_path / "prompts.jsonl", engine={"dtype": "float32"})
+    served = MODEL.model_copy(update={"revision": "v2", "hf_overrides": {"rope_theta": 5.0}})
+    for number, model in enumerate((MODEL, served)):
+        answer_prompts(source, model, tmp_path / f"answers-{number}.jsonl", lambda done, total: None)
+    plain = {"dtype": "float32", "seed": 0}
+    assert started == [plain, {**plain, "revision": "v2", "hf_overrides": {"rope_theta": 5.0}}]

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.train import hidden_states
@@ -105,3 +106,37 @@ def test_a_target_that_lacks_weights_is_refused(target: Path, tmp_path: Path) ->
         ConfigurationError, match=r"1 of its weights are missing .*such as model\.layers\.0\.mlp\.up_proj"
     ):
         Target(str(tmp_path / "part"), "float32", CPU)
+
+
+def test_the_target_is_the_one_that_is_served(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's revision and --hf-overrides decide which hidden states there are."""
+    asked = set[tuple[str, str | None]]()
+    for kind in (AutoConfig, AutoModelForCausalLM):
+        load = kind.from_pretrained
+
+        def from_pretrained(name: str, *, load: Any = load, revision: str | None = None, **more: Any) -> Any:
+            asked.add((name, revision))
+            return load(name, **more)
+
+        monkeypatch.setattr(kind, "from_pretrained", from_pretrained)
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
+    served: dict[str, Any] = {"revision": "v2", "hf_overrides": {"rope_parameters": rope, "architectures": ["Other"]}}
+    assert target_shape(str(target), **served).architectures == ("Other",)
+    text = [torch.arange(20)]
+    (states,) = Target(str(target), "float32", CPU, **served).hidden_states(text)
+    assert asked == {(str(target), "v2")}
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32, rope_parameters=rope).eval()
+    with torch.no_grad():
+        (expected,) = model.model(text[0][None]).last_hidden_state
+    torch.testing.assert_close(states, expected)
+    (plain,) = Target(str(target), "float32", CPU).hidden_states(text)
+    assert not torch.allclose(states, plain, atol=1e-3)
+
+
+def test_an_override_that_transformers_would_ignore_is_refused(target: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"^model\.hf_overrides: nonsense is no field of .*; serve and train on"
+    ):
+        target_shape(str(target), hf_overrides={"nonsense": 4, "vocab_size": 48})
+    with pytest.raises(ConfigurationError, match=r"^model\.name_or_path: .* cannot be loaded \(Validation error"):
+        target_shape(str(target), hf_overrides={"vocab_size": "many"})

@@ -99,11 +99,9 @@ def test_a_store_is_read_under_the_key_of_its_server(settings: dict[str, Any], t
     model = settings["model"]["name_or_path"]
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
-    served: dict[str, Any] = {
-        "tokenizer": str(tmp_path / "tokenizer"),
-        "hf_overrides": {"rope_scaling": {"factor": 4.0}},
-    }
-    key = find_model_key(model, served["tokenizer"], overrides=overrides_text(served["hf_overrides"]))
+    tokenizer = str(tmp_path / "tokenizer")
+    overrides = {"rope_scaling": {"factor": 4.0}}
+    key = find_model_key(model, tokenizer, overrides=overrides_text(overrides))
     url = f"sqlite:///{tmp_path}/server.db"
     record = TurnRecord(
         writer="0" * 16,
@@ -118,12 +116,21 @@ def test_a_store_is_read_under_the_key_of_its_server(settings: dict[str, Any], t
     with closing(open_store(url)) as store:
         store.append(log, [NewEntry("s", encode(record))])
 
-    def read(**more: Any) -> list[Conversation]:
-        source = StoreSource(type="store", url=url, **more)
-        return _stored(source, Model(name_or_path=model, proj_dim=8, emb_dim=8, speculator_width=8))
+    def read(given: str | None, changed: dict[str, Any]) -> list[Conversation]:
+        target = Model(name_or_path=model, hf_overrides=changed, proj_dim=8, emb_dim=8, speculator_width=8)
+        return _stored(StoreSource(type="store", url=url, tokenizer=given), target)
 
-    assert [each.tokens.tolist() for each in read(**served)] == [[1, 2, 3, 4, 5]]
-    assert not read() and not read(tokenizer=served["tokenizer"])
+    assert [each.tokens.tolist() for each in read(tokenizer, overrides)] == [[1, 2, 3, 4, 5]]
+    assert not read(None, {}) and not read(tokenizer, {})
+
+
+def test_another_revision_is_other_data(settings: dict[str, Any]) -> None:
+    """Its hidden states are others, too."""
+    folders = []
+    for variant in ({}, {"revision": "v2"}, {"hf_overrides": {"rope_theta": 5.0}}):
+        config = TrainingConfig.model_validate({**settings, "model": settings["model"] | variant})
+        folders.append(folder_of(config))
+    assert len(set(folders)) == 3
 
 
 def test_a_corpus_keeps_more_names_than_a_header_holds(tmp_path: Path) -> None:
@@ -143,3 +150,20 @@ def test_a_corpus_of_an_earlier_checkout_is_read(tmp_path: Path) -> None:
     save_file(tensors, file, {"sessions": '["a"]'})
     (read,) = _load(file)
     assert (read.session, read.tokens.tolist(), read.responses) == ("a", [1, 2, 3], ((1, 2), (2, 3)))
+
+
+def test_the_target_s_own_tokenizer_is_that_of_its_revision(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[str, str | None]] = []
+
+    def open_tokenizer(name: str, _option: str, revision: str | None) -> None:
+        opened.append((name, revision))
+
+    monkeypatch.setattr("agentspec.train.conversations.open_tokenizer", open_tokenizer)
+    (source,), target = settings["data"]["sources"], settings["model"]["name_or_path"]
+    settings["model"]["revision"] = "v2"
+    settings["data"]["sources"] = [source | {"tokenizer": name} for name in (target, "other")]
+    config = TrainingConfig.model_validate(settings)
+    gather(config, folder_of(config), lambda _source, _out: None)
+    assert opened == [(target, "v2"), ("other", None)]
