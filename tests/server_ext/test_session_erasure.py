@@ -108,7 +108,7 @@ class TestErasure:
         begin = engine.cache.start
 
         def begun(request_id: str, *prompt: Any, **names: Any) -> None:
-            engine._persistence._forget_session(ada.tenant, str(ada.session))
+            engine._persistence._forget_sessions(ada.tenant, [str(ada.session)])
             begin(request_id, *prompt, **names)
 
         with monkeypatch.context() as patch:
@@ -129,7 +129,7 @@ class TestErasure:
         server.say(ada)
         server.start("running", ada, [9], TEXT)
         server.wait(lambda: str(ada.session) in record.read_text())
-        engine._persistence._forget_session(ada.tenant, str(ada.session))
+        engine._persistence._forget_sessions(ada.tenant, [str(ada.session)])
         server.wait(lambda: str(ada.session) not in record.read_text())
         (running,) = [state for state in engine.sessions._states() if state.request_id == "running"]
         assert (running.identity.session, running.identity.session_name) == (None, None)

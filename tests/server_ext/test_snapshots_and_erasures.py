@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -305,3 +306,42 @@ def test_a_snapshot_that_cannot_be_deleted_keeps_a_session_nowhere_else(
     again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert again.engine._keeper is not None and again.engine._keeper.is_loaded()
     assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
+
+
+def test_following_a_log_with_old_erasures_deletes_no_snapshot(start: Start, tmp_path: Path) -> None:
+    """A snapshot of another engine, or of this one, holds nothing of them. Each tombstone deleted all of them."""
+    elsewhere = start()
+    for session in ("gone", "gone too"):
+        elsewhere.erase(session)
+    here = start(snapshot=tmp_path / f"log.db-{LOGS.of(None)}-0.snapshot")
+    others = tmp_path / f"log.db-{LOGS.of('somebody')}-1.snapshot"
+    others.write_bytes(b"text")
+    assert here.engine._keeper is not None and here.engine._keeper.save()
+    here.say([1, 2, 3], text(100))
+    wait_until(lambda: here.follower("logs") == 2)
+    assert here.follower("erased") == 2
+    assert here.engine._keeper.save()
+    here.persistence._follower._logs.remove(NS)  # type: ignore[union-attr]  # as where too many are followed
+    here.persistence._begin_following(NS, TENANT)
+    assert here.follower("logs") == 2 and others.exists() and here.engine._keeper._path.exists()
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_following_a_log_deletes_a_snapshot_that_may_hold_what_was_erased_while_it_was_not_followed(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: bool
+) -> None:
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
+    assert here.persistence._follower is not None and here.engine._keeper is not None
+    with monkeypatch.context() as patch:
+        if not followed:
+            patch.setattr(here.persistence._follower, "begin", Mock(side_effect=StoreUnavailableError("away")))
+        here.say([1, 2, 3], text(100), "gone")
+        if followed:
+            assert here.persistence._writer.flush(60)
+            wait_until(lambda: here.follower("logs") == 2)
+        assert here.engine._keeper.save()
+        assert here.cache.forget_tenant(TENANT)  # so only the snapshot has it
+        here.persistence._follower._logs.remove(NS)
+        elsewhere.erase("gone")
+    here.persistence._begin_following(NS, TENANT)
+    assert not (tmp_path / "snapshot").exists()

@@ -262,7 +262,7 @@ def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_st
         persistence._writer.put(NS, turn("s", number))
 
     def erase() -> None:
-        newest.append(persistence._forget_session(None, "s"))
+        newest.append(persistence._forget_sessions(None, ["s"]))
 
     with persistence._turns._applying:
         thread = threading.Thread(target=erase, daemon=True)

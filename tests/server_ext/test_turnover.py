@@ -173,7 +173,7 @@ def test_a_session_that_is_erased_while_a_request_waits_keeps_nothing_of_it(rows
     assert rows.started == 1
     if ends == "before it is started":
         rows.end("b1")
-    rows.engine._persistence._forget_session(None, "s")
+    rows.engine._persistence._forget_sessions(None, ["s"])
     rows.step()
     rows.step()
     if ends == "later":

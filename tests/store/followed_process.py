@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,7 @@ class Process:
             self.store,
             OTHER,
             take=self.take,
-            forget_session=self.erase,
+            forget_sessions=self.erase,
             erase_again=self.erase_again,
             learn=self.learn,
             forget_tenant=self.forget,
@@ -47,12 +48,12 @@ class Process:
         )
         self.begin = self.follower.begin
 
-    def erase(self, tenant: str | None, session: str) -> int:
+    def erase(self, tenant: str | None, sessions: Sequence[str]) -> int:
         if self.faults > 0:
             self.faults -= 1
             raise MemoryError("no memory for it")
-        self.taken = [(of, number) for of, number in self.taken if of != session]
-        self.erased.append((tenant, session))
+        self.taken = [(of, number) for of, number in self.taken if of not in sessions]
+        self.erased += [(tenant, session) for session in sessions]
         return self.number
 
     def erase_again(self, tenant: str | None, session: str) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -166,11 +166,11 @@ def test_no_tombstone_waits_for_this_process_s_own_records(process: Process, mon
     monkeypatch.setattr("agentspec.cache.store.background.follower._SLICE", 8)
     skipped_before = list[int]()
 
-    def erase(tenant: str | None, session: str) -> int:
+    def erase(tenant: str | None, sessions: Sequence[str]) -> int:
         skipped_before.append(process.follower.stats().skipped)
         return 0
 
-    monkeypatch.setattr(process.follower, "_forget_session", erase)
+    monkeypatch.setattr(process.follower, "_forget_sessions", erase)
     process.store.gate.clear()
     process.begin(NS, "t")
     process.store.append_ungated(NS, [entry_of(turn("own", number, writer=OTHER)) for number in range(100)])

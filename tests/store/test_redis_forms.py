@@ -1,7 +1,7 @@
 """Test the Redis store in each of its forms, on real servers: unix socket, ACL user, Sentinel, Cluster, shards."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
@@ -271,15 +271,15 @@ def test_a_log_of_several_shards_is_followed(sharded: tuple[RedisServer, RedisSt
     erased: list[str] = []
     taken: list[int] = []
 
-    def erase(_: str | None, session: str) -> int:
-        erased.append(session)
+    def erase(_: str | None, sessions: Sequence[str]) -> int:
+        erased.extend(sessions)
         return 0
 
     follower = Follower(
         store,
         "f" * 16,
         take=lambda _, record: taken.append(number_of(record)),
-        forget_session=erase,
+        forget_sessions=erase,
         erase_again=lambda *_: None,
         forget_tenant=lambda _: True,
     )

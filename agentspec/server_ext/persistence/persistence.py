@@ -115,7 +115,7 @@ class Persistence:
             self._store,
             self._writer_id,
             take=self._turns.add,
-            forget_session=self._forget_session,
+            forget_sessions=self._forget_sessions,
             erase_again=self._erase_again,
             learn=self._learn_from,
             forget_tenant=self.cache.forget_tenant,
@@ -292,20 +292,32 @@ class Persistence:
         if self._follower is not None:
             self._follower.begin(log, tenant)
 
-    def _forget_session(self, tenant: str | None, session: str) -> int:
-        """Forget a session that another process has erased in the store. Return this process's newest turn's number.
+    def _forget_sessions(self, tenant: str | None, sessions: Sequence[str]) -> int:
+        """Forget sessions that other processes have erased in the store. Return this process's newest turn's number.
 
-        Runs in the follower's thread.
+        Runs in the follower's thread, and in those that begin to follow a log. Raises StoreError.
         """
-        self._loader.forget(session)
+        self._loader.forget(*sessions)
         self._turns.wait()
-        self._holder.forget_session(session)  # from here on its requests leave nothing behind
-        self.cache.remove_session(tenant, session)
-        self._holder.forget_drafts(session, {tenant})
-        with contextlib.suppress(StoreError):  # the next start asks the store what was erased
-            self._holder.delete_snapshots()
-        self._writer.forget(session)
+        for session in sessions:
+            self._holder.forget_session(session)  # from here on its requests leave nothing behind
+            self.cache.remove_session(tenant, session)
+            self._holder.forget_drafts(session, {tenant})
+        if self._may_be_saved(tenant):
+            with contextlib.suppress(StoreError):  # the next start asks the store what was erased
+                self._holder.delete_snapshots()
+        for session in self._writer.waiting_sessions().intersection(sessions):
+            self._writer.forget(session)
         return self._number
+
+    def _may_be_saved(self, tenant: str | None) -> bool:
+        """Return whether a snapshot may hold what was erased of a tenant just now. Raises StoreError.
+
+        One that is saved while the tenant's log is followed holds nothing of the tombstones from before that.
+        """
+        if self._follower is None or self.snapshot_erasures is None or self._follower.follows(self.logs.of(tenant)):
+            return True
+        return self.snapshot_erasures.may_be_saved(tenant)
 
     def _erase_again(self, tenant: str | None, session: str) -> None:
         """Erase a session here and from the store once more, as a turn of this process came behind its tombstone.
@@ -315,7 +327,7 @@ class Persistence:
         erasure = Future[Erasure]()
         self._turns.begin_erasure(session, lambda: erasure)  # so nothing of it is loaded meanwhile
         try:
-            self._forget_session(tenant, session)
+            self._forget_sessions(tenant, [session])
             self._erase_in_store(self._store, self.logs.of(tenant), session)
             self._loader.forget(session)
         finally:

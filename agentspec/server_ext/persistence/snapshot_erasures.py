@@ -25,10 +25,27 @@ class SnapshotErasures:
     def __init__(self, cache: SuffixCache, store: Store, logs: LogNames, follower: Follower) -> None:
         self.outdated: frozenset[str | None] = frozenset()
         self._cache, self._store, self._logs, self._follower = cache, store, logs, follower
+        self._saved: list[dict[str | None, str | None]] = []  # of the last two snapshots: tenants and their places
 
     def places(self) -> dict[str, str]:
-        """Return, for each log, the cursor up to which erasures are known, to be saved with a snapshot."""
-        return self._follower.places()
+        """Return, for each log, the cursor up to which erasures are known, to be saved with a snapshot.
+
+        Call it once for each save, just before that.
+        """
+        places = self._follower.places()
+        self._note_saved(places)
+        return places
+
+    def may_be_saved(self, tenant: str | None) -> bool:
+        """Return whether a snapshot of this process may hold a session of a tenant that was erased since it was saved.
+
+        Call it before the tenant's log is followed. Raises StoreError.
+        """
+        for saved in self._saved:  # the older one first, because the latest save may have failed
+            if tenant in saved:
+                place = saved[tenant]
+                return place is None or bool(self._store.tombstones(self._logs.of(tenant), after=place))
+        return False
 
     def catch_up(self, places: Mapping[str, str]) -> bool:
         """Remove what was erased since these places were saved. Return whether the cache held any of that.
@@ -46,6 +63,7 @@ class SnapshotErasures:
                     told.add(tenant)
         except StoreUnavailableError as error:
             _warn_of_unknown_erasures(error)
+        self._note_saved(places)
         untold = [tenant for tenant in tenants if tenant not in told]
         if untold:
             what = "agentspec: saved suffix indexes of %d of %d tenants are not used"
@@ -70,6 +88,10 @@ class SnapshotErasures:
         except Exception as error:  # a store may raise anything, and none of it says what was erased
             _warn_of_unknown_erasures(error)
             return False
+
+    def _note_saved(self, places: Mapping[str, str]) -> None:
+        tenants = {tenant: places.get(self._logs.of(tenant)) for tenant in self._cache.tenants()}
+        self._saved = [*self._saved[-1:], tenants]
 
     def _forget_tenant(self, tenant: str | None) -> None:
         """Forget a tenant that may hold erased text. Where the start did not wait, its requests make way first."""

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from agentspec.cache.store.background.breaker import CircuitBreaker, State
@@ -75,10 +76,11 @@ class FollowedLog:
         """Return whether the log was read up to this entry and no session is to be erased again."""
         return not self.to_erase_again() and entry_name(self.cursor) >= end
 
-    def note_erased(self, session: str, number: int) -> None:
-        """Note that a tombstone was applied. number: of this process's newest turn."""
-        self.own_turn_at_erasure[session] = number
-        self.own_turn_at_erasure.move_to_end(session)
+    def note_erased(self, sessions: Iterable[str], number: int) -> None:
+        """Note that the tombstones of these sessions were applied. number: of this process's newest turn."""
+        for session in sessions:
+            self.own_turn_at_erasure[session] = number
+            self.own_turn_at_erasure.move_to_end(session)
 
     def forget_oldest_erasures(self, most: int) -> None:
         """Forget the tombstones and sessions beyond the ``most`` erased last."""

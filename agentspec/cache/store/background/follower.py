@@ -50,7 +50,7 @@ class Follower:
 
     writer: this process's name in the store; the follower skips its records unless they were imported.
     take(log, record): hands on a record of another process, to be drafted from. learn(record): learns from the record
-    before that, if there is time. forget_session(tenant, session): removes an erased session from this process, and
+    before that, if there is time. forget_sessions(tenant, sessions): removes erased sessions from this process, and
     returns the number of the process's newest turn. erase_again(tenant, session): erases the session here and in the
     store again, because a turn of this process arrived there behind its tombstone; if it raises, it is called again.
     forget_tenant(tenant): makes the cache forget a tenant whose log is not followed any more, and returns whether it
@@ -66,7 +66,7 @@ class Follower:
         writer: str,
         *,
         take: Callable[[str, TurnRecord], None],
-        forget_session: Callable[[str | None, str], int],
+        forget_sessions: Callable[[str | None, Sequence[str]], int],
         erase_again: Callable[[str | None, str], None],
         learn: Callable[[TurnRecord], None] = lambda record: None,
         forget_tenant: Callable[[str | None], bool],
@@ -76,12 +76,12 @@ class Follower:
         self._store = store
         self._writer = writer
         self._take = take
-        self._forget_session, self._erase_again, self._forget_tenant = forget_session, erase_again, forget_tenant
+        self._forget_sessions, self._erase_again, self._forget_tenant = forget_sessions, erase_again, forget_tenant
         self._learn = learn
         self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._reader = RecordReader()
         self._logs = FollowedLogs(max_logs)
-        self.own = OwnErasures(store, lambda log: log in self._logs)
+        self.own = OwnErasures(store, self.follows)
         self._refused: set[str] = set()  # logs that the store refuses to read
         self._unerased: set[str] = set()  # logs with a tombstone that could not be applied here
         self._lost = LostErasures(store, self.own, self._alone, self._note_lost)
@@ -122,6 +122,10 @@ class Follower:
         begun = time.monotonic()
         log, erased = self._log_at_end(check_namespace(namespace), tenant, after)
         self._add(namespace, log, erased, begun)
+
+    def follows(self, namespace: str) -> bool:
+        """Return whether a log is followed."""
+        return namespace in self._logs
 
     def places(self) -> dict[str, str]:
         """Return, for each followed log, the cursor up to which other processes' erasures were applied here."""
@@ -177,8 +181,7 @@ class Follower:
 
     def _add(self, namespace: str, log: FollowedLog, erased: Sequence[str], begun: float) -> None:
         """Erase these sessions here, and follow a log unless it is followed. begun: when the store was asked first."""
-        for session in erased:
-            self._erase_here(log, session)
+        self._erase_here(log, erased)
         if self.use(namespace):
             return
         with self._wake:
@@ -352,17 +355,19 @@ class Follower:
             self.own.note_tombstone_read(namespace, session)
         else:
             try:
-                self._erase_here(log, session)
+                self._erase_here(log, [session])
             except Exception:
                 self._unerased.add(namespace)
                 raise
             self._unerased.discard(namespace)
         log.recent_tombstones[tombstone] = session  # only now, so that an erasure that fails is tried again
 
-    def _erase_here(self, log: FollowedLog, session: str) -> None:
-        log.note_erased(session, self._forget_session(log.tenant, session))
+    def _erase_here(self, log: FollowedLog, sessions: Sequence[str]) -> None:
+        if not sessions:
+            return
+        log.note_erased(sessions, self._forget_sessions(log.tenant, sessions))
         with self._wake:
-            self._counts.erased += 1
+            self._counts.erased += len(sessions)
 
     def _is_own(self, namespace: str, session: str, cursor: str) -> bool:
         """Return whether a tombstone is this process's. Waits LIFE_SECONDS / 2 at most, so that drafting goes on."""

@@ -154,13 +154,13 @@ class BackgroundLoader:
             read = self._current is not None and self._current.wanted == wanted
             return read or wanted in self._requested
 
-    def forget(self, session: str) -> None:
-        """Drop the records of an erased session that were read already. Call it again when the store has erased it."""
+    def forget(self, *sessions: str) -> None:
+        """Drop the records of erased sessions that were read already. Call it again when the store has erased them."""
         with self._wake:
             for job in filter(None, (self._current, *self._corpora)):
                 if job.entries is not None:
-                    job.forgotten.add(session)
-        self.ready.forget(session)
+                    job.forgotten.update(sessions)
+        self.ready.forget(*sessions)
 
     def close(self, timeout: float = 1.0) -> None:
         """Stop reading. ``take`` still returns what is ready."""

@@ -106,14 +106,14 @@ class ReadyRecords:
         with self._room:
             return wanted in self._waiting
 
-    def forget(self, session: str) -> None:
-        """Drop the records of an erased session, and note the session in the records that were taken last."""
+    def forget(self, *sessions: str) -> None:
+        """Drop the records of erased sessions, and note the sessions in the records that were taken last."""
         with self._room:
             if self._taken is not None:
-                self._taken.forgotten.add(session)
+                self._taken.forgotten.update(sessions)
             waiting = [loaded for batches in self._waiting.values() for loaded in batches]
             for loaded in waiting:
-                loaded.drop({session})
+                loaded.drop(set(sessions))
             self.bytes = sum(loaded.size for loaded in waiting)
 
     def close(self) -> None:

@@ -106,6 +106,12 @@ class BackgroundWriter:
         items = [item for item in items if item.record.session == session]
         return [item.record for item in sorted(items, key=lambda item: item.number)]
 
+    def waiting_sessions(self) -> set[str]:
+        """Return the sessions with records that wait to be written."""
+        with self._work:
+            items = self._records.all()
+        return {item.record.session for item in items}
+
     def close(self, timeout: float = 2.0) -> None:
         """Write queued records for at most ``timeout`` seconds, and stop. The rest counts as dropped."""
         with self._work:
