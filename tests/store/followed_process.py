@@ -21,6 +21,7 @@ class Process:
 
     store: FlakyStore
     number: int = 0
+    unwritten: set[str] = field(default_factory=set)  # sessions with turns that wait for the store
     erased: list[tuple[str | None, str]] = field(default_factory=list)
     erased_again: list[tuple[str | None, str]] = field(default_factory=list)
     refusals: int = 0  # how often erasing again fails
@@ -40,6 +41,7 @@ class Process:
             OTHER,
             take=self.take,
             forget_sessions=self.erase,
+            unwritten=lambda: self.unwritten,
             erase_again=self.erase_again,
             learn=self.learn,
             forget_tenant=self.forget,

@@ -294,3 +294,13 @@ def test_a_part_of_the_store_that_is_away_holds_up_no_log_of_the_others(
     process.wait(delivered=1, failed=0)
     assert calls == [NS], "it is asked again a few seconds later"
     assert process.follower._lost.look_at > 0.0
+
+
+def test_a_session_that_was_used_since_is_erased_here_where_its_turns_wait_for_the_store(process: Process) -> None:
+    """They may be older than the erasure."""
+    for session in ("waits", "other"):
+        process.store.erase_session(NS, session)
+        process.store.append(NS, [entry_of(turn(session, 1))])
+    process.unwritten = {"waits"}
+    process.begin(NS, "t")
+    assert process.erased == [("t", "waits")]

@@ -289,3 +289,28 @@ def test_other_threads_get_the_interpreter_while_records_are_encoded(
         sys.setswitchinterval(before)
     assert turns > 100
     writer.close()
+
+
+def test_what_is_forgotten_before_an_append_is_not_written(store: FlakyStore) -> None:
+    """A log is followed from then on, which shows what other processes have erased."""
+    begun = list[tuple[str, Record]]()
+
+    def begin(log: str, record: Record) -> None:
+        begun.append((log, record))
+        if len(begun) == 1:
+            raise StoreUnavailableError("away")
+        writer.forget("gone")
+
+    writer = BackgroundWriter(store, breaker=quick(), before_append=begin)
+    records = [turn(name, number) for number, name in enumerate(["gone", "stays", "gone"])]
+    for record in records:
+        writer.put(NS, record)
+    assert writer.flush(60)
+    assert stored(store) == [1]
+    assert begun == [(NS, records[0])] * 2
+    stats = writer.stats()
+    assert (stats.persisted, stats.erased, stats.failed, stats.queued, stats.queued_bytes) == (1, 2, 1, 0, 0)
+    writer.put(NS, turn("gone", 7))
+    assert writer.flush(60)
+    assert stored(store) == [1] and writer.stats().erased == 3 and not writer.waiting_sessions()
+    writer.close()

@@ -24,6 +24,7 @@ from agentspec.cache.store import (
     Erasure,
     Follower,
     LogNames,
+    Record,
     Retention,
     Store,
     StoreJobs,
@@ -90,7 +91,12 @@ class Persistence:
         self.cache = cache
         self._preload = preload
         self._store = store
-        self._writer = BackgroundWriter(store, retention=retention, max_bytes=queue_bytes)
+        self._writer = BackgroundWriter(
+            store,
+            retention=retention,
+            max_bytes=queue_bytes,
+            before_append=self._begin_to_write,
+        )
         self._loader = BackgroundLoader(
             store, max_ready_bytes=queue_bytes, before_read=self._begin_following, prepare=self._index_session
         )
@@ -116,6 +122,7 @@ class Persistence:
             self._writer_id,
             take=self._turns.add,
             forget_sessions=self._forget_sessions,
+            unwritten=self._writer.waiting_sessions,
             erase_again=self._erase_again,
             learn=self._learn_from,
             forget_tenant=self.cache.forget_tenant,
@@ -291,6 +298,11 @@ class Persistence:
     def _begin_following(self, log: str, tenant: str | None) -> None:
         if self._follower is not None:
             self._follower.begin(log, tenant)
+
+    def _begin_to_write(self, log: str, record: Record) -> None:
+        """Follow a log before a record is appended to it, so that it does not come behind its session's tombstone."""
+        if isinstance(record, TurnRecord):
+            self._begin_following(log, record.tenant)
 
     def _forget_sessions(self, tenant: str | None, sessions: Sequence[str]) -> int:
         """Forget sessions that other processes have erased in the store. Return this process's newest turn's number.

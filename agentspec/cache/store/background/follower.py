@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -51,7 +51,8 @@ class Follower:
     writer: this process's name in the store; the follower skips its records unless they were imported.
     take(log, record): hands on a record of another process, to be drafted from. learn(record): learns from the record
     before that, if there is time. forget_sessions(tenant, sessions): removes erased sessions from this process, and
-    returns the number of the process's newest turn. erase_again(tenant, session): erases the session here and in the
+    returns the number of the process's newest turn. unwritten(): returns the sessions with turns of this process that
+    wait for the store. erase_again(tenant, session): erases the session here and in the
     store again, because a turn of this process arrived there behind its tombstone; if it raises, it is called again.
     forget_tenant(tenant): makes the cache forget a tenant whose log is not followed any more, and returns whether it
     could. At most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the follower before the store.
@@ -68,6 +69,7 @@ class Follower:
         take: Callable[[str, TurnRecord], None],
         forget_sessions: Callable[[str | None, Sequence[str]], int],
         erase_again: Callable[[str | None, str], None],
+        unwritten: Callable[[], Set[str]] = frozenset,
         learn: Callable[[TurnRecord], None] = lambda record: None,
         forget_tenant: Callable[[str | None], bool],
         max_logs: int = MAX_LOGS,
@@ -77,7 +79,7 @@ class Follower:
         self._writer = writer
         self._take = take
         self._forget_sessions, self._erase_again, self._forget_tenant = forget_sessions, erase_again, forget_tenant
-        self._learn = learn
+        self._unwritten, self._learn = unwritten, learn
         self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._reader = RecordReader()
         self._logs = FollowedLogs(max_logs)
@@ -101,17 +103,21 @@ class Follower:
         return self._logs.use(namespace, owner)
 
     def begin(self, namespace: str, tenant: str | None) -> None:
-        """Follow a log from its present end. Call it before the log is read, in a thread that may wait for the store.
+        """Follow a log from its present end. Call it in a thread that may wait for the store.
 
-        The call also erases here the sessions that other processes erased and that have no entries since. Raises
-        StoreError.
+        Call it before the log is read, and before it is appended to: only behind the place from which it is followed
+        does the follower find turns of this process that come behind their session's tombstone. The call also erases
+        here the sessions that other processes erased, unless they have entries since and none that wait for the store:
+        those may be older than the erasure. Raises StoreError.
         """
         if self.use(check_namespace(namespace)):
             return
         begun = time.monotonic()
         log, erased = self._log_at_end(namespace, tenant)
-        used = {usage.session for usage in self._store.sessions(namespace)} if erased else set[str]()
-        self._add(namespace, log, [session for session in erased if session not in used], begun)
+        if erased:
+            used = {usage.session for usage in self._store.sessions(namespace)} - self._unwritten()
+            erased = [session for session in erased if session not in used]
+        self._add(namespace, log, erased, begun)
 
     def catch_up(self, namespace: str, tenant: str | None, after: str | None) -> None:
         """Erase here all sessions that other processes erased, and follow the log, as `begin` does.

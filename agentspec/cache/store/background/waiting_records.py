@@ -12,8 +12,8 @@ A record goes this way, from ``put`` to one of the last four. Beside the arrows 
       │                         │
       └─────────────────────────┴────────────────────> dropped     the oldest if too many wait, and the rest at the end
 
-A waiting record goes to ``erased`` if its session is erased. A record in flight does so only if its append fails. If
-the append succeeds, the record lies in front of the tombstone.
+A waiting record goes to ``erased`` if its session is erased. A record in flight does so only if its append fails or
+was not begun yet. If the append succeeds, the record lies in front of the tombstone.
 """
 
 import logging
@@ -120,6 +120,13 @@ class WaitingRecords:
             self.in_flight.append(self._queue.popleft())
         self._next_entries = self._batch_entries
         return list(self.in_flight)
+
+    def drop_erased(self, items: list[QueuedRecord]) -> list[QueuedRecord]:
+        """Drop the records of erased sessions from an append that is yet to be made, and return the others."""
+        kept = self._without(self._forgotten, items)
+        numbers = {item.number for item in kept}
+        self._end_flight_of([item for item in items if item.number not in numbers])
+        return kept
 
     def take_aside(self, target: Target) -> list[QueuedRecord]:
         """Put the first append that waits for a target in flight, and return it."""

@@ -4,7 +4,7 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -33,6 +33,9 @@ class BackgroundWriter:
     While a part of the store is away, or the store refuses a log, the other logs are still written. An outage and its
     end are logged once each. Between appends the thread removes entries beyond ``retention``, a slice at a time. Close
     the writer before the store.
+
+    before_append(namespace, record): called in the writer's thread before records are appended to a log, with the first
+    of them. It may wait for the store and raise its errors, and may call ``forget``: what that drops is not appended.
     """
 
     def __init__(
@@ -45,8 +48,9 @@ class BackgroundWriter:
         batch_entries: int = 64,
         batch_seconds: float = 0.02,
         breaker: CircuitBreaker | None = None,
+        before_append: Callable[[str, Record], None] = lambda namespace, record: None,
     ) -> None:
-        self._store = store
+        self._store, self._before_append = store, before_append
         self._trimmer = Trimmer(store, retention)
         self._records = WaitingRecords(max_bytes, max_entries, batch_entries)
         self._max_entries, self._batch_entries, self._batch_seconds = max_entries, batch_entries, batch_seconds
@@ -218,8 +222,16 @@ class BackgroundWriter:
             return ""
 
     def _append(self, namespace: str, items: list[QueuedRecord]) -> Exception | None:
-        """Append records to their log. Return the error that prevented it; None if they were appended."""
+        """Append records to their log. Return the error that prevented it; None if they were appended.
+
+        Removes the records from ``items`` whose session is erased meanwhile.
+        """
         try:
+            self._before_append(namespace, items[0].record)
+            with self._changing() as records:
+                items[:] = records.drop_erased(items)
+            if not items:
+                return None
             entries = self._encode_all(items)
             if entries:
                 self._store.append(namespace, entries)
