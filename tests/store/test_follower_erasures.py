@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -188,6 +188,35 @@ def test_who_settles_waits_until_late_turns_are_erased_though_all_is_read(proces
     process.refusals = 0
     process.follower.settle(20.0)
     assert process.erased_again == [("t", "s")]
+
+
+def test_logs_that_are_behind_share_the_time_and_no_tombstone_waits_for_the_records_of_others(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.cache.store.background.follower._READ_SECONDS", 0.0)  # one slice at a time
+    monkeypatch.setattr("agentspec.cache.store.background.follower._SLICE", 8)
+    logs, taken_before, wait = ("a", "b", "c"), dict[str, int](), process.store.wait
+    appended = threading.Event()
+
+    def wait_for_all(cursors: Mapping[str, str], timeout: float) -> list[str]:
+        return wait(cursors, timeout) if appended.wait(0.01) and len(cursors) == len(logs) else []
+
+    def erase(tenant: str | None, sessions: Sequence[str]) -> int:
+        taken_before.update(dict.fromkeys(sessions, len(process.taken)))
+        return 0
+
+    monkeypatch.setattr(process.follower, "_forget_sessions", erase)
+    monkeypatch.setattr(process.store, "wait", wait_for_all)
+    for place, log in enumerate(logs):
+        process.begin(log, log)
+        records = [turn(f"of {log}", 100 * place + number) for number in range(40)]
+        process.store.append(log, [entry_of(record) for record in records])
+        process.store.erase_session(log, f"erased in {log}")
+    appended.set()
+    process.wait(delivered=120, behind=0)
+    assert taken_before == {f"erased in {log}": 8 for log in logs}
+    slices = [process.taken[at][0] for at in range(0, 120, 8)]
+    assert slices == slices[:3] * 5 and set(slices) == {f"of {log}" for log in logs}
 
 
 def test_it_is_not_current_after_a_freeze_though_its_connection_is_lost(

@@ -67,6 +67,8 @@ class FollowedLog:
     """owner of the log, if known; if there are too many logs, the owner with the most loses some"""
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(threshold=1, first_pause=_PAUSE_SECONDS))
     """open while the store refuses to read this log"""
+    read_at: float = 0.0
+    """when the latest read of the log began (``time.monotonic``); with little time, those read longest ago go first"""
 
     def to_erase_again(self) -> set[str]:
         """Return the sessions to erase again."""

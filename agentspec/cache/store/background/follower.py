@@ -37,7 +37,7 @@ MAX_LOGS = 256
 """Most logs that a process follows: those used last."""
 
 _WAIT_SECONDS = 0.25  # longest wait for new entries
-_READ_SECONDS = 0.25  # longest time to read one log before looking at the others, and for tombstones further on
+_READ_SECONDS = 0.25  # longest time to read logs, all together, before looking at the others and for tombstones
 _SLICE = 64  # most entries that are read between two looks at the time
 _SLICE_BYTES = 1 << 20  # about the most bytes that are read between two looks at the time
 _LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
@@ -281,11 +281,13 @@ class Follower:
                     log.lost_erasures.discard(session)
         logs = self._to_follow()
         found = self._store.wait({name: log.cursor for name, log in logs.items()}, _WAIT_SECONDS)
-        behind = 0
-        for name in dict.fromkeys([*found, *(self._refused & logs.keys())]):
-            log = logs[name]
+        begun, behind = time.monotonic(), 0
+        to_read = sorted({*found, *(self._refused & logs.keys())}, key=lambda name: logs[name].read_at)
+        for place, name in enumerate(to_read):
+            log, now = logs[name], time.monotonic()
+            share = (begun + _READ_SECONDS - now) / (len(to_read) - place)
             with self._alone(name, log):
-                if name in found and not self._read(name, log):
+                if name in found and not ((place == 0 or share > 0) and self._read(name, log, now + share)):
                     self._look_ahead(name, log)
                     behind += 1
                 self._refused.discard(name)
@@ -317,10 +319,10 @@ class Follower:
             if log.breaker.failure():
                 logger.warning("agentspec: the log %s cannot be followed, the others are: %s", name, error)
 
-    def _read(self, namespace: str, log: FollowedLog) -> bool:
-        """Deliver a log's new records while there is time. Returns whether all of them were delivered."""
+    def _read(self, namespace: str, log: FollowedLog, until: float) -> bool:
+        """Deliver a log's new records, a slice at least, until this time. Returns whether all were delivered."""
         courtesy, batch, seen, size, at = Courtesy(), list[TurnRecord](), 0, 0, log.cursor
-        until = time.monotonic() + _READ_SECONDS
+        log.read_at = time.monotonic()
         self.own.note_read_begun(namespace)
         for entry, record in self._reader.read(self._store.read(namespace, after=log.cursor)):
             if isinstance(record, EraseRecord):
