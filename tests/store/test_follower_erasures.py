@@ -333,3 +333,58 @@ def test_a_session_that_was_used_since_is_erased_here_where_its_turns_wait_for_t
     process.unwritten = {"waits"}
     process.begin(NS, "t")
     assert process.erased == [("t", "waits")]
+
+
+def test_what_retention_took_in_a_part_of_the_store_that_was_away_may_have_been_an_erasure(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logs in the other parts are followed meanwhile, so the store as a whole was asked all the time."""
+    monkeypatch.setattr(LIFE_SECONDS, 0.5)
+    hidden, wait = {NS}, process.store.wait
+    monkeypatch.setattr(
+        process.store, "wait", lambda cursors, timeout: [name for name in wait(cursors, 0.05) if name not in hidden]
+    )
+    process.begin(NS, "t")
+    process.begin("other", "u")
+    process.store.erase_session(NS, "s")
+    process.store.append(NS, [entry_of(turn("stays", 1))])
+    process.store.trim(Retention(records=1))
+    assert not process.store.tombstones(NS)
+    process.store.append("other", [entry_of(turn("o", 7))])
+    process.wait(delivered=1)
+    time.sleep(0.6)
+    assert process.forgotten == []
+    process.busy = {"t"}
+    hidden.clear()
+    wait_until(lambda: process.follower.outdated == {"t"})
+    process.busy = set()
+    wait_until(lambda: process.forgotten)
+    process.store.append(NS, [entry_of(turn("stays", 2))])
+    process.wait(delivered=2)
+    assert process.forgotten == ["t"] and process.numbers() == [7, 2] and not process.follower.outdated
+
+
+def test_a_part_that_is_away_after_a_long_round_holds_up_no_log_of_the_others(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then all logs are looked at, as after a freeze."""
+    monkeypatch.setattr(LIFE_SECONDS, 0.1)
+    history, away = process.store.history, threading.Event()
+
+    def of_a_part(log: str, after: str) -> str:
+        if log == NS and not away.is_set():
+            raise StoreUnavailableError("its node is away")
+        return history(log, after)
+
+    monkeypatch.setattr(process.store, "part", lambda log: "node" if log == NS else "another")
+    monkeypatch.setattr(process.store, "history", of_a_part)
+    process.begin(NS, "t")
+    process.begin("other", "u")
+    time.sleep(0.3)
+    process.store.erase_session("other", "s")
+    process.store.append(NS, [entry_of(turn("n", 1))])
+    process.wait(erased=1, failed=0)
+    assert process.taken == []  # it may lack tombstones
+    away.set()
+    process.wait(delivered=1)
+    assert process.forgotten == []

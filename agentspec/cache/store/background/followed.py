@@ -1,6 +1,7 @@
 """Hold the logs that are followed, how far each was, and the counts of the follower."""
 
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ class FollowedLog:
     """open while the store refuses to read this log"""
     read_at: float = 0.0
     """when the latest read of the log began (``time.monotonic``); with little time, those read longest ago go first"""
+    checked_at: float = field(default_factory=time.monotonic)
+    """when it was last known that no entry had been removed from the log before it was read here"""
 
     def to_erase_again(self) -> set[str]:
         """Return the sessions to erase again."""

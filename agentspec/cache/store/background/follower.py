@@ -22,6 +22,7 @@ from dataclasses import replace
 from agentspec.cache.store.background.breaker import CircuitBreaker
 from agentspec.cache.store.background.courtesy import Courtesy
 from agentspec.cache.store.background.followed import FollowedLog, FollowedLogs, FollowerStats
+from agentspec.cache.store.background.gaps import LogGaps
 from agentspec.cache.store.background.lost_erasures import LostErasures
 from agentspec.cache.store.background.own_erasures import OwnErasures
 from agentspec.cache.store.base import Store, check_namespace, entry_name
@@ -57,8 +58,7 @@ class Follower:
     forget_tenant(tenant): makes the cache forget a tenant whose log is not followed any more, and returns whether it
     could. At most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the follower before the store.
 
-    own: erases sessions from the store for this process. outdated: tenants to forget as soon as none of their requests
-    runs.
+    own: erases sessions from the store for this process.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Follower:
         self._store = store
         self._writer = writer
         self._take = take
-        self._forget_sessions, self._erase_again, self._forget_tenant = forget_sessions, erase_again, forget_tenant
+        self._forget_sessions, self._forget_tenant = forget_sessions, forget_tenant
         self._unwritten, self._learn = unwritten, learn
         self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._reader = RecordReader()
@@ -86,10 +86,10 @@ class Follower:
         self.own = OwnErasures(store, self.follows)
         self._refused: set[str] = set()  # logs that the store refuses to read
         self._unerased: set[str] = set()  # logs with a tombstone that could not be applied here
-        self._lost = LostErasures(store, self.own, self._alone, self._note_lost)
+        self._lost = LostErasures(store, self.own, self._alone, erase_again)
+        self._gaps = LogGaps(store, self._alone, self._forget)
         self._counts = FollowerStats()
         self._alive = self._asked = time.monotonic()
-        self.outdated: frozenset[str | None] = frozenset()  # tenants to forget as soon as no request of theirs runs
         self._closed = False
         self._wake = threading.Condition(threading.Lock())  # never held during a call to the store
         self._thread = threading.Thread(target=self._run, name="agentspec-store-follower", daemon=True)
@@ -128,6 +128,11 @@ class Follower:
         begun = time.monotonic()
         log, erased = self._log_at_end(check_namespace(namespace), tenant, after)
         self._add(namespace, log, erased, begun)
+
+    @property
+    def outdated(self) -> frozenset[str | None]:
+        """Return the tenants to forget as soon as none of their requests runs."""
+        return self._gaps.outdated
 
     def follows(self, namespace: str) -> bool:
         """Return whether a log is followed."""
@@ -169,6 +174,7 @@ class Follower:
                 unknown=self._reader.unknown,
                 logs=len(self._logs),
                 refused=len(self._refused),
+                undone=self._lost.undone,
                 state=self._breaker.state,
             )
 
@@ -204,9 +210,9 @@ class Follower:
             begun = time.monotonic()
             try:
                 self._lost.find(self._to_follow(), begun)
-                whole = self._leave_gaps(all_logs=begun - self._asked >= LIFE_SECONDS)
-                if whole:
-                    self._follow()
+                logs = self._to_follow()
+                unsure = logs.keys() if begun - self._asked >= LIFE_SECONDS else self._refused | self._unerased
+                whole = self._gaps.leave(logs, set(unsure)) and self._follow()
             except Exception as error:  # a store may raise anything, and the thread must survive it
                 self._fail(error)
                 if time.monotonic() - begun < LIFE_SECONDS:  # otherwise the process may have been frozen meanwhile
@@ -234,55 +240,18 @@ class Follower:
                 return time.monotonic() - begun > LIFE_SECONDS  # if frozen meanwhile: the store may be back
         return self._breaker.allow()
 
-    def _leave_gaps(self, *, all_logs: bool) -> bool:
-        """Forget the tenants of logs that retention cut beyond what was read here, because tombstones may be lost.
-
-        all_logs: look at all logs; False: only at those that could not be read for a while, or with an erasure that
-        failed here. Returns whether no gap is left. A tenant with running requests cannot be forgotten yet, and becomes
-        `outdated`.
-        """
-        outdated = set()
+    def _follow(self) -> bool:
+        """Wait for new entries once, and deal with them. Returns False if a log has a gap that cannot be left yet."""
+        self._lost.repeat(self._to_follow())
         logs = self._to_follow()
-        for name in logs if all_logs else (self._refused | self._unerased) & logs.keys():
-            log = logs[name]
-            with self._alone(name, log):
-                history = self._store.history(name, log.tombstones_applied_to)
-                if history == "whole":
-                    continue
-                end = self._store.newest(name)
-                if history == "lost":
-                    # An emptied store whose clock is behind begins with lower cursors.
-                    if end < log.tombstones_applied_to:
-                        log.cursor = log.tombstones_applied_to = ""
-                elif self._forget_tenant(log.tenant):
-                    log.cursor = log.tombstones_applied_to = end
-                    self._unerased.discard(name)
-                else:
-                    outdated.add(log.tenant)
-        self.outdated = frozenset(outdated)
-        return not outdated
-
-    def _note_lost(self, name: str, log: FollowedLog, sessions: list[str]) -> None:
-        log.lost_erasures.update(sessions)
-        with self._wake:
-            self._counts.undone += len(sessions)
-        message = "agentspec: the store went back to an older state; %d erasures in log %s are repeated"
-        logger.warning(message, len(sessions), name)
-
-    def _follow(self) -> None:
-        """Wait for new entries once, and deal with them."""
-        for name, log in self._to_follow().items():
-            with self._alone(name, log):
-                for session in log.to_erase_again():
-                    # Another process may have repeated a lost erasure meanwhile, and the session may be used again.
-                    if session in log.late_turns or self.own.undone(name, log.recent_tombstones, session):
-                        self._erase_again(log.tenant, session)
-                    log.late_turns.discard(session)
-                    log.lost_erasures.discard(session)
-        logs = self._to_follow()
-        found = self._store.wait({name: log.cursor for name, log in logs.items()}, _WAIT_SECONDS)
-        begun, behind = time.monotonic(), 0
-        to_read = sorted({*found, *(self._refused & logs.keys())}, key=lambda name: logs[name].read_at)
+        found = set(self._store.wait({name: log.cursor for name, log in logs.items()}, _WAIT_SECONDS))
+        begun = time.monotonic()
+        # A part of the store may have been away while the others were followed.
+        unsure = {name for name in found if begun - logs[name].checked_at >= LIFE_SECONDS} | (found & self._gaps.unsure)
+        if not self._gaps.leave(logs, unsure):
+            return False
+        to_read = sorted((found | (self._refused & logs.keys())) - self._gaps.unsure, key=lambda n: logs[n].read_at)
+        behind = 0
         for place, name in enumerate(to_read):
             log, now = logs[name], time.monotonic()
             share = (begun + _READ_SECONDS - now) / (len(to_read) - place)
@@ -290,11 +259,13 @@ class Follower:
                 if name in found and not ((place == 0 or share > 0) and self._read(name, log, now + share)):
                     self._look_ahead(name, log)
                     behind += 1
+                log.checked_at = now
                 self._refused.discard(name)
                 if log.breaker.success():
                     logger.warning("agentspec: the log %s can be followed again", name)
         with self._wake:
             self._counts.behind = behind
+        return True
 
     def _to_follow(self) -> dict[str, FollowedLog]:
         """Return the logs that may be read now: all but those that the store has refused to read lately."""
@@ -410,9 +381,16 @@ class Follower:
         A log in which a session must still be erased again stays.
         """
         for name, log in self._logs.beyond_most():
-            if not log.to_erase_again() and self._forget_tenant(log.tenant):
+            if not log.to_erase_again() and self._forget(name, log):
                 self._logs.remove(name)
-                self._unerased.discard(name)
+
+    def _forget(self, name: str, log: FollowedLog) -> bool:
+        """Forget a log's tenant. Returns False if that is not possible now."""
+        forgotten = self._forget_tenant(log.tenant)
+        if forgotten:
+            self._unerased.discard(name)
+            self._gaps.unsure.discard(name)
+        return forgotten
 
     def _fail(self, error: Exception) -> None:
         self._lost.suspect()  # the store may come back in an older state
