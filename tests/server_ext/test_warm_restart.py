@@ -1,9 +1,12 @@
 """Test that a restarted server goes on with its indexes and with what it had learned."""
 
+import errno
 import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from agentspec.cache import FinishedTurn
 from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, snapshot_identity
 from tests.server_ext.snapshots import converse, drafts, keep, make, text
+from tests.store.helpers import wait_until
 from tests.timing import assert_fast, beside, cpu
 
 
@@ -123,3 +127,44 @@ def test_a_large_cache_is_loaded_in_a_fraction_of_the_time_that_indexing_it_take
         return {"share": loading / indexing}
 
     assert_fast(measure, share=0.5)
+
+
+def test_it_goes_on_once_its_folder_can_be_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network's file system may answer with an error for a while (ESTALE, EIO); the thread must survive that."""
+    path, cache = tmp_path / "snapshot", make()
+    keeper = SnapshotKeeper(path, cache, "model", interval=0.05)
+    keeper.wait_loaded()
+    keeper.start()
+    converse([cache], 1)
+    wait_until(lambda: keeper.stats()["saved"])
+
+    def stale(*_: object, **__: object) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as away:
+        for call in ("exists", "unlink"):
+            away.setattr(Path, call, stale)
+        wait_until(lambda: keeper.stats()["errors"] > 1)
+    converse([cache], 2)
+    wait_until(lambda: keeper.stats()["saved"] > 1)
+    keeper.close()
+
+
+def test_a_save_that_an_erasure_overtook_fails_where_it_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = tmp_path / "snapshot", make()
+    keeper = keep(path, cache)
+    converse([cache], 1)
+    with monkeypatch.context() as away:
+        original = cache.save
+
+        def save(*arguments: Any, **options: Any) -> None:
+            original(*arguments, **options)
+            keeper.delete()
+            original(*arguments, **options)
+            away.setattr(Path, "unlink", Mock(side_effect=OSError(errno.EACCES, "Permission denied")))
+
+        away.setattr(cache, "save", save)
+        assert not keeper.save() and keeper.stats() == {"saved": 0, "errors": 1, "loaded_tokens": 0}
+    assert keeper.save() and keeper.stats()["saved"] == 1

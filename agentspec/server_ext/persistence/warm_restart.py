@@ -133,11 +133,11 @@ class SnapshotKeeper:
         """Save now, in the calling thread, if anything changed. Return whether the file is up to date."""
         held = self._cache.stats()
         state = (held.tokens, held.bytes, held.sessions)
-        with self._wake:
-            if state == self._saved_state and self._path.exists():
-                return True
-            discards = self._discards
         try:
+            with self._wake:
+                if state == self._saved_state and self._path.exists():
+                    return True
+                discards = self._discards
             if self._max_bytes is not None and held.bytes > self._max_bytes:
                 raise SnapshotError(f"{self._path}: the cache holds {held.bytes} bytes, more than {self._max_bytes}")
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -145,6 +145,11 @@ class SnapshotKeeper:
             places = {} if self._erasures is None else self._erasures.places()
             note = json.dumps(places).encode() + b"\n" + self._note()
             self._cache.save(self._path, identity=self._identity, note=note)
+            with self._wake:
+                if discards != self._discards:  # erased between the core's last look and the renaming
+                    self._path.unlink(missing_ok=True)
+                    return False
+                self._saved_state = state
         except Exception as error:
             self._counts["errors"] += 1
             if not self._failing:
@@ -154,11 +159,6 @@ class SnapshotKeeper:
         if self._failing:
             logger.warning("agentspec: the suffix indexes are saved again")
             self._failing = False
-        with self._wake:
-            if discards != self._discards:  # erased between the core's last look and the renaming
-                self._path.unlink(missing_ok=True)
-                return False
-            self._saved_state = state
         self._counts["saved"] += 1
         return True
 
