@@ -260,6 +260,8 @@ class DraftingEngine:
         if self._public is not None:
             self._public.close()
         self._turnover.finish_all(unreported_too=True)
+        if self._keeper is not None:
+            self._keeper.close(0.0)  # it saves from now on, because a store that is slow to close may use up the time
         self._persistence.close()
         if self._keeper is not None:
             self._keeper.close()

@@ -345,3 +345,22 @@ def test_following_a_log_deletes_a_snapshot_that_may_hold_what_was_erased_while_
         elsewhere.erase("gone")
     here.persistence._begin_following(NS, TENANT)
     assert not (tmp_path / "snapshot").exists()
+
+
+def test_the_last_snapshot_does_not_wait_for_a_store_that_is_slow_to_close(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine gets 10 s to end, which another program's lock on the store can use up."""
+    replica = start(snapshot=tmp_path / "snapshot")
+    replica.say([1, 2, 3], text(100))
+    wait_until(lambda: replica.place() is not None)  # its log is followed
+    close = replica.store.close
+
+    def close_later() -> None:
+        wait_until((tmp_path / "snapshot").exists)
+        close()
+
+    monkeypatch.setattr(replica.store, "close", close_later)
+    replica.engine.close()
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert again.drafts(text(100, 5)) == text(105, 4)
