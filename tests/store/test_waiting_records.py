@@ -99,13 +99,32 @@ def test_the_limits_hold_whatever_happens_and_every_record_is_counted_once() -> 
                     waiting.forget(f"s{choose.randrange(4)}")
                 case _:
                     waiting.put(NS, turn(f"s{number % 4}", number, prompt=choose.choice((2, 60))))
-            assert waiting.bytes <= most_bytes and len(waiting) <= most
+            beyond = [item.size for item in waiting.all() if item.size > most_bytes]
+            assert waiting.bytes - sum(beyond) <= most_bytes and len(beyond) <= 1 and len(waiting) <= most
             counts = waiting.counts
             gone = counts.persisted + counts.dropped + counts.refused + counts.erased
             assert gone + len(waiting) == waiting.newest
         waiting.note_written(waiting.in_flight, len(waiting.in_flight))
         waiting.drop_all()
         assert (waiting.bytes, len(waiting)) == (0, 0)
+
+
+def test_one_record_that_is_larger_than_the_limit_waits_beside_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """A long prompt under a small budget was never stored, and all that waited was dropped with it."""
+    waiting = WaitingRecords(5 * SIZE, 10, 10)
+    large = 10 * SIZE
+    for number in range(4):
+        waiting.put(NS, turn("s", number, prompt=large if number == 2 else 2))
+    assert (waiting.counts.dropped, len(waiting), caplog.messages) == (0, 4, [])
+    waiting.put(NS, turn("s", 4, prompt=large))
+    waiting.put(NS, turn("s", 5, prompt=large))
+    assert (waiting.counts.dropped, len(waiting)) == (2, 4)
+    (said,) = caplog.messages
+    assert f"a record of {turn('s', 4, prompt=large).size} bytes is dropped" in said and str(5 * SIZE) in said
+    waiting.note_written(waiting.take_batch(), 4)
+    assert waiting.bytes == 0
+    waiting.put(NS, turn("s", 6, prompt=large))
+    assert (waiting.counts.dropped, len(waiting)) == (2, 1)
 
 
 def test_as_much_as_the_limits_allow_waits() -> None:

@@ -57,9 +57,10 @@ class WriterStats:
 class WaitingRecords:
     """Hold records in the order of ``put``: at most ``max_entries`` of at most ``max_bytes``. Not thread-safe.
 
-    Beyond these limits the oldest are dropped. in_flight: records of the present batch. aside: records that wait for a
-    part of the store or a refused log. counts: outcomes of the records that no longer wait. bytes: memory of the
-    waiting ones. newest: number of the latest record.
+    Beyond these limits the oldest are dropped. One record that is larger than ``max_bytes`` may wait beside the others;
+    further ones are dropped meanwhile. in_flight: records of the present batch. aside: records that wait for a part of
+    the store or a refused log. counts: outcomes of the records that no longer wait. bytes: memory of the waiting ones.
+    newest: number of the latest record.
     """
 
     def __init__(self, max_bytes: int, max_entries: int, batch_entries: int) -> None:
@@ -72,6 +73,7 @@ class WaitingRecords:
         self._queue: deque[QueuedRecord] = deque()
         self._next_entries = batch_entries  # most records of the next batch
         self._forgotten: set[str] = set()  # erased sessions with records in flight
+        self._too_large: QueuedRecord | None = None  # the record beside the others, if it waits
         self._overflowing = False  # whether records were dropped since none waited, which is logged once
 
     def __len__(self) -> int:
@@ -101,8 +103,14 @@ class WaitingRecords:
     def put(self, namespace: str, record: Record) -> None:
         """Queue a record, behind the others."""
         self.newest += 1
-        self._queue.append(QueuedRecord(self.newest, namespace, record, record.size))
-        self.bytes += record.size
+        item = QueuedRecord(self.newest, namespace, record, record.size)
+        if item.size > self._max_bytes:
+            if self._too_large is not None:
+                self._drop_too_large(item)
+                return
+            self._too_large = item
+        self._queue.append(item)
+        self.bytes += item.size
         self._shorten()
 
     def forget(self, session: str) -> None:
@@ -144,7 +152,7 @@ class WaitingRecords:
         """Note that an append succeeded. persisted: how many records it wrote; the others cannot be encoded."""
         self.counts.persisted += persisted
         self.counts.refused += len(items) - persisted
-        self.bytes -= sum(item.size for item in items)
+        self._leave(items)
         self._end_flight_of(items)
 
     def requeue(self) -> None:
@@ -171,7 +179,7 @@ class WaitingRecords:
         given_up = items[0] if refused and len(items) == 1 and not self.aside.is_refused(target) else None
         if given_up is not None:
             self.counts.refused += 1
-            self.bytes -= given_up.size
+            self._leave([given_up])
         else:
             middle = len(items) // 2 if refused else 0
             self.aside.add(target, self._without(self._forgotten, items[middle:]), again=True)
@@ -197,11 +205,26 @@ class WaitingRecords:
     def _shorten(self) -> None:
         """Drop the oldest records beyond the limits. Records in flight stay: they alone never exceed the limits."""
         dropped = self.counts.dropped
-        while self.bytes > self._max_bytes or len(self) > self._max_entries:
+        while self._bytes_in_limit() > self._max_bytes or len(self) > self._max_entries:
             self._drop_oldest()
         if self.counts.dropped > dropped and not self._overflowing:
             self._overflowing = True
             logger.warning("agentspec: the store's queue is full; its oldest records are dropped and counted")
+
+    def _bytes_in_limit(self) -> int:
+        """Return the memory of the waiting records but the one that is larger than the limit."""
+        return self.bytes - (0 if self._too_large is None else self._too_large.size)
+
+    def _drop_too_large(self, item: QueuedRecord) -> None:
+        self.counts.dropped += 1
+        if not self._overflowing:
+            self._overflowing = True
+            logger.warning(
+                "agentspec: a record of %d bytes is dropped and counted, because another one that is larger than the"
+                " store's queue of %d bytes still waits; raise max_bytes",
+                item.size,
+                self._max_bytes,
+            )
 
     def _drop_oldest(self) -> None:
         aside = self.aside.oldest()
@@ -209,7 +232,7 @@ class WaitingRecords:
             item = self._queue.popleft()
         else:
             item = self.aside.drop_oldest()
-        self.bytes -= item.size
+        self._leave([item])
         self.counts.dropped += 1
 
     def _without(self, erased: set[str], items: Collection[QueuedRecord]) -> list[QueuedRecord]:
@@ -219,4 +242,10 @@ class WaitingRecords:
 
     def _count_erased(self, items: list[QueuedRecord]) -> None:
         self.counts.erased += len(items)
+        self._leave(items)
+
+    def _leave(self, items: Collection[QueuedRecord]) -> None:
+        """Give back the memory of records that wait no more."""
         self.bytes -= sum(item.size for item in items)
+        if any(item is self._too_large for item in items):
+            self._too_large = None
