@@ -137,3 +137,37 @@ def test_no_process_loses_what_it_writes(
     command = [sys.executable, "-c", BEGIN + program, url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# With a thread that appends all the time, a fork is mostly in the middle of a call.
+IN_MEMORY = """
+store = open_store(url)
+say(store, "parent", "1")
+ending = threading.Event()
+
+def write():
+    while not ending.is_set():
+        say(store, "other", "x" * 200_000)
+
+thread = threading.Thread(target=write)
+thread.start()
+
+def run():
+    assert [entry.payload for entry in store.read("ns", session="parent")] == [b"1"]
+    say(store, "child", "2")
+    assert [entry.payload for entry in store.read("ns", session="child")] == [b"2"]
+
+for _ in range(20):
+    wait(forked(run))
+ending.set()
+thread.join()
+assert not list(store.read("ns", session="child"))
+"""
+
+
+@pytest.mark.skipif(not hasattr(sys, "getdlopenflags"), reason="forks processes")
+def test_a_store_in_memory_is_used_on_in_a_forked_process() -> None:
+    """A forked process waited for ever for the lock of a thread that it lacks."""
+    command = [sys.executable, "-c", BEGIN + IN_MEMORY, "memory://"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

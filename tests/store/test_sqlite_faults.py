@@ -155,7 +155,7 @@ def test_a_caller_waits_for_no_more_than_one_other_writer_of_a_locked_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them waits for the lock, one after the other. An erasure once waited for all that had come before."""
-    for name in ("file", "store"):
+    for name in ("file", "database"):
         monkeypatch.setattr(f"agentspec.cache.store.sqlite.{name}.BUSY_SECONDS", 0.3)
     path = tmp_path / "store.db"
     with closing(SQLiteStore(path)) as store, closing(sqlite3.connect(path, isolation_level=None)) as other:

@@ -303,7 +303,7 @@ def test_what_age_took_is_known_though_the_clock_was_set_back(monkeypatch: pytes
     """Entries written later are older then, and are removed first."""
     store, cursors = MemoryStore(), list[str]()
     for seconds in (200.0, 100.0):
-        monkeypatch.setattr("agentspec.cache.store.sqlite.store.time", Mock(time=lambda at=seconds: at))
+        monkeypatch.setattr("agentspec.cache.store.sqlite.database.time", Mock(time=lambda at=seconds: at))
         cursors += store.append(NS, [NewEntry("s", b"x")])
     assert store.trim(Retention(days=1)).records == 2
     assert [store.history(NS, cursor) for cursor in cursors] == ["trimmed", "whole"]
@@ -338,3 +338,41 @@ def test_a_cursor_of_a_file_that_was_here_before_tells_nothing_of_erasures(tmp_p
         now.append(NS, [NewEntry("s", b"1")])
         assert [now.history(NS, cursor) for cursor in cursors] == ["whole", "lost", "lost"]
         assert before.history(NS, cursors[2]) == "whole"
+
+
+def test_a_list_of_sessions_holds_up_nobody(tmp_path: Path) -> None:
+    """The follower waits on the store all the time, and nothing is drafted while it is held up."""
+    listing, go_on = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        if threading.current_thread() is lister and not listing.is_set():
+            listing.set()
+            go_on.wait(5)
+
+    with closing(SQLiteStore(tmp_path / "store.db")) as store, ThreadPoolExecutor() as threads:
+        store.append(NS, [NewEntry("s", b"x")])
+        for connection in vars(store).values():
+            if isinstance(connection, sqlite3.Connection):
+                connection.set_progress_handler(pause, 1)
+        lister = threads.submit(threading.current_thread).result()
+        listed = threads.submit(store.sessions, NS)
+        assert listing.wait(5)
+        assert store.wait({NS: ""}, 0.0) == [NS] and store.newest(NS) and store.history(NS, "") == "whole"
+        store.append(NS, [NewEntry("s", b"y")])
+        assert len(list(store.read(NS))) == 2 and not listed.done()
+        go_on.set()
+        assert [usage.session for usage in listed.result(5)] == ["s"]
+
+
+def test_a_store_is_closed_though_a_call_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine has 10 s to end."""
+    monkeypatch.setattr("agentspec.cache.store.sqlite.database.BUSY_SECONDS", 0.05)
+    for store in (SQLiteStore(tmp_path / "store.db"), MemoryStore()):
+        store.append(NS, [NewEntry("s", b"x")])
+        with store._read() as connection, ThreadPoolExecutor() as threads:
+            threads.submit(store.close).result(5)
+            entries = connection.execute("SELECT sequence FROM entries").fetchall()  # the call's connection stays open
+        assert len(entries) == 1
+        with pytest.raises(StoreError, match="closed"):
+            store.newest(NS)
+        store.close()
