@@ -3,6 +3,7 @@
 import random
 import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -10,9 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from agentspec.cache.store import SQLiteStore
+from agentspec.cache.store import NewEntry, SQLiteStore
 from agentspec.cache.store.sqlite.file import FRONT, OVERFLOW, PAGE_SIZE, connect, empty_log, enter_wal, padded, pragma
 from agentspec.errors import StoreError
+from tests.store.helpers import NS
 
 
 def varint_bytes(value: int) -> int:
@@ -89,3 +91,70 @@ def test_a_database_of_another_program_keeps_what_its_log_holds_where_it_was(tmp
     with pytest.raises(StoreError, match="a database of another program"):
         SQLiteStore(killed / "theirs.db")
     assert {path.name: path.read_bytes() for path in killed.iterdir()} == before
+
+
+def plans(store: SQLiteStore, call: Callable[[], object]) -> str:
+    """Return SQLite's plans of the queries that a call makes."""
+    connections = [value for value in vars(store).values() if isinstance(value, sqlite3.Connection)]
+    queries: list[str] = []
+    for connection in connections:
+        connection.set_trace_callback(queries.append)
+    call()
+    for connection in connections:
+        connection.set_trace_callback(None)
+    rows = [row for query in queries for row in connections[0].execute(f"EXPLAIN QUERY PLAN {query}")]
+    return "\n".join(row[3] for row in rows)
+
+
+def make_older(path: Path) -> None:
+    """Give a file the index of sessions that earlier releases made."""
+    with closing(sqlite3.connect(path)) as old:
+        old.execute("DROP INDEX IF EXISTS entries_of_sessions")
+        old.execute("CREATE INDEX IF NOT EXISTS entries_by_session ON entries (namespace, session, erased)")
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_list_of_sessions_reads_an_index_and_a_session_is_read_by_it(tmp_path: Path, older: bool) -> None:
+    """A list of 37,000 sessions took 3 s, because it looked each of their 300,000 entries up."""
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        store.append(NS, [NewEntry(f"s{number % 3}", b"x" * number) for number in range(9)])
+    if older:
+        make_older(path)
+    with closing(SQLiteStore(path)) as store:
+        assert [(usage.session, usage.records, usage.bytes) for usage in store.sessions(NS)] == [
+            ("s0", 3, 9),
+            ("s1", 3, 12),
+            ("s2", 3, 15),
+        ]
+        listed = plans(store, lambda: store.sessions(NS))
+        assert "USING COVERING INDEX entries_of_sessions" in listed and "TEMP B-TREE" not in listed
+        read = plans(store, lambda: list(store.read(NS, session="s1", newest=2)))
+        assert read.count("entries_of_sessions (namespace=? AND session=? AND erased=? AND sequence>?") == 2
+        assert "TEMP B-TREE" not in read
+
+
+def test_a_large_file_of_an_earlier_release_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could write to it while it is indexed: for some 10 s, if it is as large as the default limit."""
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        store.append(NS, [NewEntry("s", b"x")] * 3)
+    make_older(path)
+    monkeypatch.setattr("agentspec.cache.store.sqlite.file._MOST_INDEXED", 2)
+    with closing(SQLiteStore(path)) as store:
+        assert "entries_by_session" in plans(store, lambda: store.sessions(NS))
+        assert [usage.records for usage in store.sessions(NS)] == [3]
+
+
+def test_an_older_file_that_others_write_to_or_that_cannot_grow_is_used_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.cache.store.sqlite.file.BUSY_SECONDS", 0.05)
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        store.append(NS, [NewEntry("s", b"x")] * 3)
+        make_older(path)
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with closing(SQLiteStore(path)) as second:
+                assert [usage.records for usage in second.sessions(NS)] == [3]
