@@ -57,19 +57,23 @@ def check_ids(**ids: str | None) -> None:
 
 def helpers_of(session: str) -> str:
     """Return the beginning of the ids of the sessions that one object's loops of a session use, unique."""
-    return f"{_begin_of_helpers(session)}.{uuid.uuid4().hex[:8]}"
+    return f"{prefix_of_helpers(session)}{uuid.uuid4().hex[:8]}"
 
 
 def is_helper(value: str, session: str) -> bool:
     """Return whether an id is of a session that a loop of this session has used, in any process."""
-    return re.fullmatch(rf"{re.escape(_begin_of_helpers(session))}\.[0-9a-f]{{8}}\.\d+", value) is not None
+    return re.fullmatch(rf"{re.escape(prefix_of_helpers(session))}[0-9a-f]{{8}}\.\d+", value) is not None
 
 
-def _begin_of_helpers(session: str) -> str:
-    """Return a session's id, or its beginning and a hash, which no other long id with this beginning has."""
-    if len(session) <= _SHOWN_OF_HELPERS:
-        return session
-    return f"{session[:_SHOWN_OF_HELPERS]}.{hashlib.sha256(session.encode()).hexdigest()[:16]}"
+def prefix_of_helpers(session: str) -> str:
+    """Return what the ids of the sessions of a session's loops begin with, in any process; ids of others may, too.
+
+    It is the session's id, or its beginning and a hash, which no other long id with this beginning has.
+    """
+    begin = session
+    if len(session) > _SHOWN_OF_HELPERS:
+        begin = f"{session[:_SHOWN_OF_HELPERS]}.{hashlib.sha256(session.encode()).hexdigest()[:16]}"
+    return f"{begin}."
 
 
 def to_header(text: str) -> str:

@@ -31,7 +31,7 @@ from agentspec.cli.server import (
 )
 from agentspec.cli.tables import JsonOption, print_table
 from agentspec.errors import AgentSpecError, InvalidInputError, StoreUnavailableError
-from agentspec.identifiers import check_session_id, is_helper, to_path
+from agentspec.identifiers import check_session_id, is_helper, prefix_of_helpers, to_path
 from agentspec.protocol import IMPORT_PART_BYTES
 
 _commands = typer.Typer(
@@ -42,8 +42,9 @@ _DASH = Path("-")
 _ERASURE_SECONDS = 120.0
 _ALL = 1 << 62
 """More sessions than any server lists."""
-_EXPORT_SECONDS = 1800.0
-"""Longest wait for an export, whose first byte comes when all is read: some 3,000 turns a second on a core."""
+_LONG_SECONDS = 1800.0
+"""Longest wait for an export, or for the ids that begin alike: nothing comes until all is read, at some 3,000 turns a
+second on a core."""
 
 SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
 
@@ -100,7 +101,7 @@ def export_session(
     header: HeaderOption = None,
 ) -> None:
     """Write a session's turns to a file, as JSON with token ids."""
-    with server_at(url, header, _EXPORT_SECONDS) as server:
+    with server_at(url, header, _LONG_SECONDS) as server:
         answer = ask(server, "GET", _path(session), "turns")
     if file == _DASH:
         sys.stdout.buffer.write(answer.content)
@@ -147,10 +148,11 @@ def delete(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: Heade
 
     An agent keeps its own copy and would send it again: its `Session.clear()` erases both.
     """
-    with server_at(url, header) as server:
+    with server_at(url, header) as server, server_at(url, header, _LONG_SECONDS) as patient:
         records = _erased(server, session)
         try:
-            helpers = [found["id"] for found in _newest(server, _ALL) if is_helper(str(found["id"]), session)]
+            begin_alike = _newest(patient, _ALL, prefix=prefix_of_helpers(session))
+            helpers = [found["id"] for found in begin_alike if is_helper(str(found["id"]), session)]
         except (InvalidInputError, KeyError):  # this server lists no sessions
             helpers = []
         for helper in helpers:
@@ -228,17 +230,19 @@ def _erased(server: httpx.Client, session: str) -> int:
         time.sleep(1.0)
 
 
-def _newest(server: httpx.Client, limit: int) -> list[Any]:
-    """Return the sessions used last. A server lists a limited number in one answer, and says where the next begins."""
+def _newest(server: httpx.Client, limit: int, **asked: Any) -> list[Any]:
+    """Return the sessions used last. A server lists a limited number in one answer, and says where the next begins.
+
+    asked: what else the server is asked for.
+    """
     found: list[Any] = []
-    asked: dict[str, float] = {}
     while True:
         answer = ask(server, "GET", "sessions", "sessions", params={"limit": limit - len(found), **asked}).json()
         with reading("sessions"):
             found.extend(answer["sessions"])
         if len(found) >= limit or not answer["sessions"] or answer.get("next") is None:
             return found[:limit]
-        asked = {"before": answer["next"]}
+        asked["before"] = answer["next"]
 
 
 def _parts(exported: bytes) -> list[bytes]:

@@ -16,6 +16,7 @@ class ListSessions:
     tenant: stands for itself and for the tenants that an adapter or a cache salt sets apart from it.
     anybody: whether to list the sessions of any tenant and principal.
     before: only sessions used before this time (epoch seconds); None: any.
+    prefix: only sessions whose ids begin so; None: any.
     """
 
     tenant: str | None
@@ -23,6 +24,7 @@ class ListSessions:
     anybody: bool
     count: int
     before: float | None = None
+    prefix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

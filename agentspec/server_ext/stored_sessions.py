@@ -47,9 +47,9 @@ class StoredSessions:
             if wanted.before is not None and used >= wanted.before:
                 continue
             yield []
-            if not wanted.anybody:
+            if not (wanted.anybody and wanted.prefix is None):
                 newest = _turns(store, parts[-1][0], session, newest=1)
-                if all(turn.principal != wanted.principal for turn in newest):
+                if not any(_is_wanted(wanted, turn) for turn in newest):
                     continue
             if summary := (yield from _summary_of(store, session, parts)):
                 yield [summary]
@@ -98,6 +98,12 @@ class StoredSessions:
         """Yield the tenants under which a session has turns, in one list. held: tenants that are known to have some."""
         logs = self._logs(store, None, anybody=True, session=session)
         yield [*held | {turn.tenant for log in logs for turn in _turns(store, log, session, newest=1)}]
+
+
+def _is_wanted(wanted: ListSessions, turn: TurnRecord) -> bool:
+    """Return whether the session of this turn belongs into the list."""
+    begins = wanted.prefix is None or (turn.session_name or "").startswith(wanted.prefix)
+    return begins and (wanted.anybody or turn.principal == wanted.principal)
 
 
 def _summary_of(

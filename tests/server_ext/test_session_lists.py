@@ -83,6 +83,30 @@ def test_pages_hold_each_session_once(start: Start) -> None:
     assert len(server.call(ADMIN, "GET", params={"limit": 3, **before}).json()["sessions"]) == 2
 
 
+def test_the_list_is_of_the_ids_that_begin_as_asked(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only these are read as a whole. Without a prefix, an erasure read all sessions to find those of its loops."""
+    server = start(ADA, BOB, engines=1, tenant="acme")
+    names = ["one", "one.a", "two", "one.b", "on", "ONE.c", "o%.d", "one.e"]
+    for name in names:
+        server.say(server.identity(ADA, name))
+    server.say(server.identity(BOB, "one.bobs"))
+    read: list[str] = []
+    original = stored_sessions._turns
+
+    def turns(store: Store, log: str, session: str, newest: int | None = None) -> Any:
+        if newest is None:
+            read.append(session)
+        return original(store, log, session, newest)
+
+    monkeypatch.setattr(stored_sessions, "_turns", turns)
+    assert server.listed(ADA, params={"prefix": "one."}) == ["one.e", "one.b", "one.a"]
+    assert len(read) == 3
+    assert server.listed(ADA, params={"prefix": "one.", "limit": 2}) == ["one.e", "one.b"]
+    assert server.listed(ADA, params={"prefix": "o%"}) == ["o%.d"] and server.listed(ADA, params={"prefix": "x"}) == []
+    assert server.listed(ADA, params={"prefix": ""}) == names[::-1]
+    assert server.listed(ADMIN, params={"prefix": "one.b"}) == ["one.bobs", "one.b"]
+
+
 def test_a_page_of_one_session_says_how_to_go_on(start: Start) -> None:
     server = start(ADA, engines=1)
     for name in ("one", "two"):

@@ -42,7 +42,7 @@ router = APIRouter(prefix=ROUTES)
 _ACCESS_LOGGER = logging.getLogger("uvicorn.access")
 _PATH = 2
 """Place of the path among the arguments of a line of uvicorn's: client, method, path, version, status."""
-_SESSION = f"{ROUTES}/sessions/"
+_SESSIONS = f"{ROUTES}/sessions"
 
 
 class AgentSpecEndpoints:
@@ -80,9 +80,9 @@ class AgentSpecEndpoints:
 def _without_session(record: logging.LogRecord) -> bool:
     """Cut a session's id and the query, which tell whose text it is, off a path that is logged. Return True."""
     if isinstance(record.args, tuple) and len(record.args) > _PATH:
-        before, route, _ = str(record.args[_PATH]).partition(_SESSION)
-        if route:
-            record.args = (*record.args[:_PATH], f"{before}{route}…", *record.args[_PATH + 1 :])
+        before, route, rest = str(record.args[_PATH]).partition(_SESSIONS)
+        if rest.startswith("/") or "prefix=" in rest:
+            record.args = (*record.args[:_PATH], f"{before}{route}{rest[0]}…", *record.args[_PATH + 1 :])
     return True
 
 

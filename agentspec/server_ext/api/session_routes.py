@@ -1,7 +1,8 @@
 """Serve the sessions of a caller over HTTP: list, export, import and erase them.
 
 ``GET /v1/agentspec/sessions``           the caller's sessions in the store, used last first (``?limit=100``); those
-                                         behind them with ``?before=`` and what ``next`` says
+                                         behind them with ``?before=`` and what ``next`` says; with ``?prefix=`` those
+                                         alone whose ids begin so
 ``GET /v1/agentspec/sessions/{id}``      exports one: its turns as token ids
 ``PUT /v1/agentspec/sessions/{id}``      imports one, in session scope: an export, or ``messages`` and ``texts``, which
                                          become tokens here; turns that it holds already change nothing, and with
@@ -104,12 +105,13 @@ async def list_sessions(
     request: Request,
     limit: Annotated[int, Query(ge=0)] = 100,
     before: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    prefix: str | None = None,
 ) -> dict[str, Any]:
     """Return the caller's stored sessions: id, tokens, turns, bytes, when it was used last (epoch seconds), group.
 
     limit: how many, at most 1,000; there may be more if several were used at the same moment as the last of them.
     before: only sessions used before this time. The answer's ``next`` is the ``before`` for the sessions behind these;
-    null: there are none.
+    null: there are none. prefix: only sessions whose ids begin so.
     """
     engine = drafting_engine(request)
     asker = _asker(engine)
@@ -120,7 +122,7 @@ async def list_sessions(
         raise HTTPException(status_code=403, detail=f"{why}: {how}")
     count = min(limit, _LONGEST_LIST)
     found: dict[str, dict[str, Any]] = {}
-    wanted = ListSessions(identity.tenant, identity.principal, anybody=admin, count=count, before=before)
+    wanted = ListSessions(identity.tenant, identity.principal, admin, count, before, prefix)
     for answer in await _run(engine, identity, wanted):
         found |= {session["key"]: session for session in answer}
     newest = sorted(found.values(), key=lambda session: -session["used"])
