@@ -262,8 +262,9 @@ class Store(Protocol):
 def trim_sessions(store: Store, namespace: str, retention: Retention) -> int:
     """Erase whole sessions, least recently used first, until the rest is within the limits. Return their number.
 
-    A session that is used meanwhile stays. The store's own ``trim`` would cut off the beginning of a long session. Here
-    only payloads count as bytes.
+    A session that is used while others are erased stays, but not what another process appends to a session just as that
+    one is erased. The store's own ``trim`` would cut off the beginning of a long session. Here only payloads count as
+    bytes.
     """
     end = store.newest(namespace)
     held = sorted(store.sessions(namespace), key=lambda usage: usage.used)

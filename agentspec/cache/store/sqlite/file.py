@@ -2,7 +2,7 @@
 
 SQLite's ``secure_delete`` blanks a page that becomes free, but not the copies that stay in the gaps of a page when its
 rows move to a neighbour. So every payload is padded such that SQLite keeps all of it on overflow pages, which belong to
-one row and never move within a page. The rows that do move hold keys only.
+one row and never move within a page. The rows that do move hold keys only, of which copies may stay.
 """
 
 import os
