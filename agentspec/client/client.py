@@ -216,6 +216,7 @@ class Session(SessionBase, Loops):
             predict: "auto" predicts the session's last answer if the answers before were edits of each other. Off by
                 default, because OpenAI bills rejected tokens.
 
+        Raises InvalidInputError if tool calls at the history's end have no answer: servers would refuse each later one.
         Raises StoreError before anything is sent if the session is resumed and its store is away. Raises
         SessionConflictError if another client has added messages or erased the session, or if the store lost it. The
         conflict shows before anything is sent. If both clients called at once, it shows after the answer, which
@@ -302,7 +303,8 @@ class Session(SessionBase, Loops):
         """Return a new session that starts with a copy of this one's messages, and is a child of it.
 
         at: number of turns to copy; None: all; -1: all but the last. A turn begins with a user's message. Without an id
-        the new session is kept in memory only. Raises InvalidSessionError if the session `new_id` already has messages,
+        the new session is kept in memory only. If tools of run_tools() are running, their calls count as cancelled in
+        the new session. Raises InvalidSessionError if the session `new_id` already has messages,
         and InvalidInputError if the session has fewer turns.
         """
         self.load()

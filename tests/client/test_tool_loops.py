@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 
-from agentspec import InvalidInputError
+from agentspec import AgentClient, AsyncAgentClient, InvalidInputError, Stage
 
 from .fake_server import FakeServer
 from .loop_runs import add, calls, roles
@@ -160,3 +161,98 @@ class TestTools:
     def test_refuses_what_cannot_be_a_tool(self, run: Any, tools: Any) -> None:
         with pytest.raises(InvalidInputError, match=r"^tools"):
             run("run_tools", "add", tools)
+
+
+CALLED = calls(("add", '{"a": 2}'), ("fail", "{}"))
+"""An answer whose tools never ran, or never ended: the process was killed."""
+
+
+def killed(session: Any) -> None:
+    """Let a session end with that answer."""
+    session.add({"role": "user", "content": "add"})
+    session.add({"role": "assistant", "content": None, **CALLED})
+
+
+class TestCallsWithoutAnAnswer:
+    @pytest.mark.parametrize("task", ["go on", None])
+    @pytest.mark.parametrize("answered", [False, True])
+    def test_are_cancelled_by_the_next_loop(self, server: FakeServer, task: str | None, answered: bool) -> None:
+        with AgentClient(base_url=server.url, model="small", store=None) as client:
+            session = client.session("s")
+            killed(session)
+            if answered:
+                session.tool_result("call-0", "3")
+            server.answers = [calls(("add", '{"a": 3}')), {"content": "done"}]
+            assert session.run_tools(task, [add]).text == "done"
+            said = [message["content"] for message in session.messages if message["role"] == "tool"]
+            cancelled = "error: cancelled before it ended"
+            assert said == ["3" if answered else cancelled, cancelled, "4"]
+            assert session.chat("go on").text
+
+    async def test_are_cancelled_in_asyncio(self, server: FakeServer) -> None:
+        async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+            session = client.session("s")
+            killed(session)
+            assert (await session.run_tools("go on", [add])).done
+            assert roles(session.messages) == ["user", "assistant", "tool", "tool", "user", "assistant"]
+
+    def test_stay_open_if_the_loops_call_fails(self, server: FakeServer) -> None:
+        with AgentClient(base_url=server.url, model="small", store=None, max_retries=0) as client:
+            session = client.session("s")
+            killed(session)
+            server.failures = [500]
+            assert session.run_tools("go on", [add]).stopped == "error"
+            assert roles(session.messages) == ["user", "assistant"]
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda session: session.chat(),
+            lambda session: session.chat("go on"),
+            lambda session: session.stream("go on").until_done(),
+            lambda session: session.best_of("go on", 2, lambda reply: 1.0),
+            lambda session: session.pipeline("go on", [Stage("code", "Code:")]),
+            lambda session: session.chat({"role": "tool", "tool_call_id": "call-0", "content": "3"}),
+        ],
+    )
+    def test_take_no_message_behind_them(self, server: FakeServer, call: Any) -> None:
+        """Otherwise their answers would come too late, and servers refuse each later call."""
+        with AgentClient(base_url=server.url, model="small", store=None) as client:
+            session = client.session("s")
+            killed(session)
+            with pytest.raises(InvalidInputError, match=r"call-1' of 'fail'\): answer each with tool_result\(\), let"):
+                call(session)
+            assert roles(session.messages) == ["user", "assistant"] and not server.chats
+            session.tool_result("call-0", "3")
+            assert session.chat({"role": "tool", "tool_call_id": "call-1", "content": "no paper"}).text
+
+    def test_further_up_are_left_to_the_server(self, server: FakeServer) -> None:
+        """Some servers take them, and no answer reaches them any more."""
+        with AgentClient(base_url=server.url, model="small", store=None) as client:
+            session = client.session("s")
+            killed(session)
+            session.add({"role": "user", "content": "never mind"})
+            with pytest.raises(openai.BadRequestError):
+                session.chat("go on")
+
+    def test_are_cancelled_in_a_fork_that_their_tool_makes(self, server: FakeServer) -> None:
+        def ask() -> str:
+            fork = session.fork()
+            assert session.fork(at=-1).messages == []
+            assert fork.chat("What do you think?").text
+            return ", ".join(roles(fork.messages))
+
+        server.answers = [calls(("ask", "{}"), ("add", '{"a": 2}'))]
+        with AgentClient(base_url=server.url, model="small", store=None) as client:
+            session = client.session("s")
+            result = session.run_tools("go", [ask, add])
+        assert result.attempts[0].tools[0].answer == "user, assistant, tool, tool, user, assistant"
+
+    def test_stay_open_in_a_fork_of_a_session_whose_caller_answers_them(self, server: FakeServer) -> None:
+        with AgentClient(base_url=server.url, model="small", store=None) as client:
+            session = client.session("s")
+            killed(session)
+            fork = session.fork()
+            for call in ("call-0", "call-1"):
+                fork.tool_result(call, "3")
+            assert fork.chat().text

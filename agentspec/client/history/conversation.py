@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentspec.client.history.erasure_list import ErasureList, ToErase
 from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored, conflict_error
-from agentspec.client.messages import shown, shown_calls, tool_calls_in
+from agentspec.client.history.tool_calls import calls_left_open, cancelled, open_calls_error, refuse_other_than_open
+from agentspec.client.messages import shown_calls, tool_calls_in
 from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
 from agentspec.identifiers import helpers_of
 
@@ -103,7 +104,7 @@ class Conversation:
                 logger.warning("agentspec: %s; it starts without them", error)
                 stored = None
             with self._guard:
-                added = [message for _, message in self._history]
+                added = self._messages()
                 self._replace_history(stored)
                 self.loaded = True
                 self._append(added)
@@ -129,7 +130,11 @@ class Conversation:
     def messages(self) -> list[dict[str, Any]]:
         """Return a copy of the history."""
         with self._guard:
-            return copy.deepcopy([message for _, message in self._history])
+            return copy.deepcopy(self._messages())
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Return the history's own messages, which must not be changed."""
+        return [message for _, message in self._history]
 
     def gaps(self) -> list[Gap]:
         """Return where messages are missing in the history."""
@@ -149,7 +154,7 @@ class Conversation:
             if self._view.conflict:
                 raise conflict_error(self.id)
             if answered is not None and self.loaded:
-                self._refuse_other_than_open(answered)
+                refuse_other_than_open(self.id, self._messages(), answered)
             self._append(messages)
 
     def change_last(self, change: Callable[[dict[str, Any]], Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
@@ -217,9 +222,14 @@ class Conversation:
         """
         with self._guard:
             history, next_position = copy.deepcopy(self._history), self._next_position
+            holder = self._reservation
         if turns is not None:
             history = _first_turns(history, turns)
             next_position = history[-1].position + 1 if history else 0
+        if holder is not None and holder.tools_run:  # the answers of the tools that run reach only this session
+            for answer in cancelled(calls_left_open([message for _, message in history])):
+                history.append(Said(next_position, answer))
+                next_position += 1
         with other._guard:
             if other is not self:
                 other._refuse_if_busy()  # its call would add an answer that was given without these messages
@@ -239,11 +249,16 @@ class Conversation:
         """Reserve the session for one call that sends the history and ``new``. reservation: as for `reserved`.
 
         ``Turn.commit`` stores ``new`` and the answer together. If the answer calls tools, the session then stays
-        reserved for `keep_for` until `answer_calls(keep_for)`. Raises SessionBusyError during another call, and
-        InvalidInputError if there is nothing to send.
+        reserved for `keep_for` until `answer_calls(keep_for)`. Such a loop also answers the calls that nobody has
+        answered, as after a kill, as cancelled: no tool may run twice. Raises SessionBusyError during another call, and
+        InvalidInputError for other calls behind unanswered ones, and if there is nothing to send.
         """
         with self.reserved(reservation):
-            sent = [*(message for _, message in self._history), *new]
+            if left := calls_left_open(self._messages(), new):
+                if keep_for is None:
+                    raise open_calls_error(self.id, left)
+                new = [*cancelled(left), *new]
+            sent = [*self._messages(), *new]
             if not sent:
                 raise InvalidInputError(f"content: session {self.id!r} is empty, so a first message is needed")
             yield Turn(sent, lambda message: self._commit([*new, message], keep_for))
@@ -348,7 +363,7 @@ class Conversation:
             self._append(messages)
             if keep_for is not None and messages[-1].get("tool_calls"):
                 self._reservation = keep_for
-            return [message for _, message in self._history]
+            return self._messages()
 
     def _append(self, messages: Sequence[dict[str, Any]]) -> None:
         said = [Said(self._next_position + i, message) for i, message in enumerate(copy.deepcopy(list(messages)))]
@@ -359,23 +374,16 @@ class Conversation:
         elif said:
             self._unsaved.add(self)
 
-    def _refuse_other_than_open(self, tool_call_id: str) -> None:
-        """Raise InvalidInputError unless a tool call with this id waits for its answer."""
-        known, waiting = tool_calls_in(message for _, message in self._history)
-        if tool_call_id not in waiting:
-            why = "has an answer already" if tool_call_id in known else "is no call of the session"
-            rest = f"{shown_calls(waiting)} without an answer" if waiting else "no call without an answer"
-            raise InvalidInputError(f"tool_call_id: {shown(tool_call_id)} {why}; session {self.id!r} has {rest}")
-
     def _save(self, said: list[Said]) -> None:
         if said:
             self._log.append(self._view, said)
 
     def _refuse_if_busy(self) -> None:
-        if self._reservation is None:
+        holder = self._reservation
+        if holder is None:
             return
-        if self._reservation.tools_run:  # a fork would have unanswered calls
-            calls = shown_calls(tool_calls_in(message for _, message in self._history)[1])
+        if holder.tools_run:  # a fork has these calls as cancelled
+            calls = shown_calls(tool_calls_in(self._messages())[1])
             raise SessionBusyError(
                 f"session {self.id!r} has tool calls without an answer ({calls}), and its tools are running: let"
                 " run_tools() end first, or go on before them in a fork(at=-1)"

@@ -17,6 +17,7 @@ from openai.types.chat import ChatCompletionMessageToolCallUnion
 
 from agentspec.client.answers.reply import Reply
 from agentspec.client.history.conversation import Reservation
+from agentspec.client.history.tool_calls import CANCELLED
 from agentspec.client.loops.budget import (
     Account,
     Attempt,
@@ -167,7 +168,7 @@ def run_tools(
                 attempt = replace(attempt, tools=tuple(runs[index] for index in range(len(calls))))
         finally:  # the API refuses a history with unanswered calls, which a reply that was lost may have left, too
             answers = {index: run.answer for index, run in list(runs.items())}
-            session._conversation.answer_calls(reservation, answers, "error: cancelled before it ended")
+            session._conversation.answer_calls(reservation, answers, CANCELLED)
         account.record(attempt)
         if attempt.error is not None:
             return account.why_failed()
