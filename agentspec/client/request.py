@@ -13,7 +13,8 @@ import openai
 
 from agentspec.client.answers.formats import check_response_format, has_loose_tools, json_schema_format
 from agentspec.client.answers.reply import ParsedT, Reply
-from agentspec.client.history.conversation import Conversation, Reservation
+from agentspec.client.history.conversation import Conversation
+from agentspec.client.history.reservation import Reservation
 from agentspec.client.messages import Content, as_messages, as_sent, shown
 from agentspec.client.option_checks import check_headers, check_mapping, check_retries, check_timeout
 from agentspec.client.predictions import as_prediction, check_predict, likely_answer, openai_refuses

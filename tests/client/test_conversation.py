@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from agentspec.client.history.conversation import Conversation, Reservation
+from agentspec.client.history.conversation import Conversation
+from agentspec.client.history.reservation import Reservation
 from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored
 from agentspec.errors import InvalidInputError, SessionBusyError, StoreUnavailableError
 
@@ -133,6 +135,57 @@ def test_an_interrupted_call_holds_no_session_for_tool_calls_that_were_taken_bac
     assert conversation.messages() == [user("two")]
 
 
+def test_an_interrupt_that_keeps_a_call_from_ending_frees_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come at any moment, also where the call would free it."""
+
+    def interrupted(reservation: Reservation) -> None:
+        raise KeyboardInterrupt
+
+    conversation = Conversation("s", SessionLog(), new=True)
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(conversation, "release", interrupted)
+        with conversation.reserved(), pytest.raises(SessionBusyError):
+            conversation.add([user("one")])
+    conversation.add([user("one")])
+
+
+def test_an_interrupt_just_before_what_it_would_undo_leaves_the_session_free() -> None:
+    """Its traceback holds the block's context, which ends long after the call."""
+    conversation = Conversation("s", SessionLog(), new=True)
+    reservation = Reservation()
+    with contextlib.suppress(KeyboardInterrupt), conversation.turn([user("one")], reservation):
+        begun = conversation.undone_if_interrupted()
+        begun.__enter__()
+        raise KeyboardInterrupt
+    conversation.add([user("two")])
+    del begun
+    conversation.add([user("three")])
+    assert conversation.messages() == [user("two"), user("three")]
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_an_interrupt_while_a_message_is_added_takes_it_back(loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the session here would have a message that the store never gets."""
+
+    append = Conversation._append
+
+    def interrupted(self: Conversation, messages: Any) -> None:
+        self.loaded, before = False, self.loaded  # nothing of it comes to the store
+        append(self, messages)
+        self.loaded = before
+        raise KeyboardInterrupt
+
+    log = Recording(Stored([Said(0, user("one"))], 1))
+    conversation = Conversation("s", log)
+    if loaded:
+        conversation.load()
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(Conversation, "_append", interrupted)
+        conversation.add([user("two")])
+    conversation.load()
+    assert conversation.messages() == [user("one")] and log.cuts == ([1] if loaded else [])
+
+
 def test_an_interrupted_call_that_added_nothing_stores_nothing() -> None:
     log = Recording(Stored())
     conversation = Conversation("s", log, new=True)
@@ -164,6 +217,7 @@ def test_an_interrupt_while_tool_calls_are_answered_leaves_each_answered_once() 
         turn.commit({"role": "assistant", "content": None, "tool_calls": calls})
     with pytest.raises(KeyboardInterrupt):
         conversation.answer_calls(loop, {0: "sum"}, "error")
+    conversation.answer_calls(loop, {0: "sum"}, "error")
     assert [message["content"] for message in conversation.messages()] == ["one", None, "sum", "error"]
     conversation.add([user("two")])
     assert conversation.gaps() == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import AgentClient, AsyncAgentClient
+from agentspec import AgentClient, AsyncAgentClient, Stage
 from agentspec.client.history.outbox import read_session
 from agentspec.client.history.session_log import Said
 
@@ -114,6 +114,42 @@ def test_a_call_that_ctrl_c_ends_while_the_store_writes_leaves_its_session_as_it
     ]
 
 
+@pytest.mark.parametrize(
+    ("loop", "arguments"),
+    [("best_of", ("two", 2, lambda reply: 1.0)), ("pipeline", ("two", [Stage("code", "Code:")]))],
+)
+async def test_a_loop_that_ends_while_the_store_writes_leaves_its_session_as_it_was(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, loop: str, arguments: Any
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    running, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancelled() -> None:
+        running.call_soon_threadsafe(task.cancel)
+        raise asyncio.CancelledError
+
+    store = FailingStore()
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        session = client.session("s")
+        session.chat("one")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(session._conversation, "confirm", interrupted)
+            getattr(session, loop)(*arguments)
+        assert len(session.messages) == 2 and session.chat("two").text
+    async with AsyncAgentClient(base_url=server.url, model="small", store=store) as agents:
+        other = agents.session("s")
+        await other.load()
+        with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+            patch.setattr(other._conversation, "confirm", cancelled)
+            await getattr(other, loop)(*arguments)
+        task.uncancel()
+        assert len(other.messages) == 4 and (await other.chat("three")).text
+    assert len(read_session(store, "s").history) == 6
+
+
 def now() -> str:
     """Return the time."""
     return "noon"
@@ -154,7 +190,7 @@ async def test_tool_calls_whose_turn_was_taken_back_are_not_answered(
         assert other.messages == [] and (await other.chat("two")).text
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["at its begin", "before", "after"])
 def test_ctrl_c_while_tool_calls_are_answered_leaves_none_unanswered(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -162,7 +198,12 @@ def test_ctrl_c_while_tool_calls_are_answered_leaves_none_unanswered(
     server.answers = [{"content": None, "tool_calls": [CALL, {**CALL, "id": "d"}]}]
     with AgentClient(base_url=server.url, model="small", store=store) as client:
         session = client.session("s")
-        save, interrupts = session._conversation._save, [KeyboardInterrupt]
+        save, answer, interrupts = session._conversation._save, session._conversation.answer_calls, [KeyboardInterrupt]
+
+        def interrupted_at_its_begin(*arguments: Any) -> None:
+            if interrupts:
+                raise interrupts.pop()
+            answer(*arguments)
 
         def interrupted(said: list[Said]) -> None:
             interrupt = interrupts.pop() if interrupts and said and said[0].message["role"] == "tool" else None
@@ -171,7 +212,10 @@ def test_ctrl_c_while_tool_calls_are_answered_leaves_none_unanswered(
             if interrupt is not None:
                 raise interrupt
 
-        monkeypatch.setattr(session._conversation, "_save", interrupted)
+        if when == "at its begin":
+            monkeypatch.setattr(session._conversation, "answer_calls", interrupted_at_its_begin)
+        else:
+            monkeypatch.setattr(session._conversation, "_save", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.run_tools("What time is it?", [now])
         assert session.chat("two").text

@@ -6,16 +6,16 @@ import copy
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentspec.client.history.erasure_list import ErasureList, ToErase
+from agentspec.client.history.reservation import Mark, Reservation, UndoneIfInterrupted, busy_error
 from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored, conflict_error
 from agentspec.client.history.tool_calls import calls_left_open, cancelled, open_calls_error, refuse_other_than_open
-from agentspec.client.messages import shown_calls, tool_calls_in
-from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
+from agentspec.errors import InvalidInputError, InvalidSessionError, StoreError
 from agentspec.identifiers import helpers_of
 
 logger = logging.getLogger(__name__)
@@ -32,13 +32,6 @@ class Turn(NamedTuple):
 
     messages: list[dict[str, Any]]
     commit: Callable[[dict[str, Any]], list[dict[str, Any]]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reservation:
-    """Stand for whoever has reserved a session. tools_run: True for a loop that answers the model's tool calls."""
-
-    tools_run: bool = False
 
 
 class Gap(NamedTuple):
@@ -86,7 +79,17 @@ class Conversation:
         # Reentrant, because the garbage collector may close a stream in a thread that holds the lock.
         self._guard = threading.RLock()
         self._load_lock = threading.Lock()
-        self._reservation: Reservation | None = None  # None: the session is free
+        # Weak, so that a call that Ctrl-C kept from releasing its reservation holds no session.
+        self._reserved_by: weakref.ref[Reservation] | None = None
+
+    @property
+    def _reservation(self) -> Reservation | None:
+        """Return the reservation of the session; None if it is free."""
+        return None if self._reserved_by is None else self._reserved_by()
+
+    @_reservation.setter
+    def _reservation(self, reservation: Reservation | None) -> None:
+        self._reserved_by = None if reservation is None else weakref.ref(reservation)
 
     def load(self, on_unavailable: OnUnavailable = "raise") -> None:
         """Read the stored messages, once, and put them before those added already. May block.
@@ -149,7 +152,7 @@ class Conversation:
         Raises SessionBusyError during a call, SessionConflictError, and InvalidInputError if no call waits for such an
         answer. A session that is not loaded takes any answer, because its stored messages may have the call.
         """
-        with self._guard:
+        with self._guard, self.undone_if_interrupted():
             self._refuse_if_busy()
             if self._view.conflict:
                 raise conflict_error(self.id)
@@ -270,31 +273,30 @@ class Conversation:
         reservation: None makes a new one. Raises SessionBusyError if the session is reserved already.
         """
         reservation = reservation or Reservation()
-        with self._guard:
-            self._refuse_if_busy()
-            self._reservation = reservation
         try:
+            with self._guard:
+                self._refuse_if_busy()
+                self._reservation = reservation
             yield
         finally:
             self.release(reservation)
 
-    @contextmanager
-    def undone_if_interrupted(self) -> Generator[None, None, None]:
-        """Take back the block's messages if it is cancelled or gets Ctrl-C. Use it while the session is reserved."""
+    def undone_if_interrupted(self) -> UndoneIfInterrupted:
+        """Take back the block's messages if it is cancelled or gets Ctrl-C. Use it while no other call may begin."""
+        return UndoneIfInterrupted(self._mark, self._undo)
+
+    def _mark(self) -> Mark:
         with self._guard:
-            count, position, reservation = len(self._history), self._next_position, self._reservation
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException:
-            with self._guard:
-                self._reservation = reservation  # no loop has to answer calls that were taken back
-                if self._next_position > position or len(self._history) > count:
-                    del self._history[count:]
-                    self._next_position = position
-                    self._log.append(self._view, [], cut=position)
-            raise
+            return Mark(len(self._history), self._next_position, self._reservation)
+
+    def _undo(self, begin: Mark) -> None:
+        with self._guard:
+            self._reservation = begin.reservation  # no loop has to answer calls that were taken back
+            if self._next_position > begin.position or len(self._history) > begin.messages:
+                del self._history[begin.messages :]
+                self._next_position = begin.position
+                if self.loaded:
+                    self._log.append(self._view, [], cut=begin.position)
 
     def release(self, reservation: Reservation) -> None:
         """End this reservation, unless it has ended."""
@@ -310,16 +312,9 @@ class Conversation:
         answers: the answers by the call's index.
         otherwise: the answer to the other calls.
 
-        Appends after a conflict, too, as a turn does, so that no call stays unanswered.
+        Appends after a conflict, too, as a turn does, so that no call stays unanswered. If Ctrl-C cuts it off, call it
+        again: repeated messages are read once.
         """
-        try:
-            self._answer_calls(kept_for, answers, otherwise)
-        except BaseException:  # Ctrl-C in between must not leave the session with unanswered calls
-            self._answer_calls(kept_for, answers, otherwise)
-            raise
-
-    def _answer_calls(self, kept_for: Reservation, answers: Mapping[int, str], otherwise: str) -> None:
-        """Append the answers. A second attempt, if the first was cut off, is safe: repeated messages are read once."""
         with self._guard:
             if self._reservation is not kept_for:
                 return
@@ -380,18 +375,8 @@ class Conversation:
 
     def _refuse_if_busy(self) -> None:
         holder = self._reservation
-        if holder is None:
-            return
-        if holder.tools_run:  # a fork has these calls as cancelled
-            calls = shown_calls(tool_calls_in(self._messages())[1])
-            raise SessionBusyError(
-                f"session {self.id!r} has tool calls without an answer ({calls}), and its tools are running: let"
-                " run_tools() end first, or go on before them in a fork(at=-1)"
-            )
-        raise SessionBusyError(
-            f"session {self.id!r} is in a call (or in a stream that is still open): let it end or close() the stream"
-            " first, or fork() the session to go two ways at once"
-        )
+        if holder is not None:
+            raise busy_error(self.id, holder, self._messages())
 
 
 def _first_turns(history: list[Said], turns: int) -> list[Said]:

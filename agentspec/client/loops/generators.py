@@ -16,7 +16,7 @@ import openai
 from openai.types.chat import ChatCompletionMessageToolCallUnion
 
 from agentspec.client.answers.reply import Reply
-from agentspec.client.history.conversation import Reservation
+from agentspec.client.history.reservation import Reservation
 from agentspec.client.history.tool_calls import CANCELLED
 from agentspec.client.loops.budget import (
     Account,
@@ -143,8 +143,9 @@ def best_of(session: Any, account: Account, task: Content, n: int, reward: Any, 
             return short[0] if short else account.why_failed()
         account.best = max(scored)[-1]
         assert account.best.reply is not None
-        turn.commit(account.best.reply.message)
-    yield Apply(session._confirm)
+        with session._conversation.undone_if_interrupted():
+            turn.commit(account.best.reply.message)
+            yield Apply(session._confirm)
     return short[0] if short else "done"
 
 
@@ -167,8 +168,11 @@ def run_tools(
                 )
                 attempt = replace(attempt, tools=tuple(runs[index] for index in range(len(calls))))
         finally:  # the API refuses a history with unanswered calls, which a reply that was lost may have left, too
-            answers = {index: run.answer for index, run in list(runs.items())}
-            session._conversation.answer_calls(reservation, answers, CANCELLED)
+            try:
+                _answer_calls(session, reservation, runs)
+            except BaseException:  # Ctrl-C in between must not leave them, either
+                _answer_calls(session, reservation, runs)
+                raise
         account.record(attempt)
         if attempt.error is not None:
             return account.why_failed()
@@ -207,8 +211,9 @@ def pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage])
             if stopped != "done" or account.best is None:
                 return stopped
             text = account.best.reply.text
-        turn.commit({"role": "assistant", "content": text})
-    yield Apply(session._confirm)
+        with session._conversation.undone_if_interrupted():
+            turn.commit({"role": "assistant", "content": text})
+            yield Apply(session._confirm)
     return "done"
 
 
@@ -329,6 +334,12 @@ def _said(error: Exception) -> str:
         return str(error)
     except Exception:
         return ""
+
+
+def _answer_calls(session: Any, reservation: Reservation, runs: Mapping[int, ToolRun]) -> None:
+    """Add the tools' answers to the session, if the model called any tool."""
+    answers = {index: run.answer for index, run in list(runs.items())}
+    session._conversation.answer_calls(reservation, answers, CANCELLED)
 
 
 def _call_tool(
