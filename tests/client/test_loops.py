@@ -163,12 +163,31 @@ class TestBudget:
     ) -> None:
         """A limit of the caller's own is another matter."""
         server.finish_reason = "length"
-        loops = [("run_tools", "add", [add]), ("pipeline", "plan", [Stage("plan", "Plan:")])]
-        for loop, *given in loops:
+        loops: list[Any] = [("run_tools", "add", [add]), ("pipeline", "plan", [Stage("plan", "Plan:")])]
+        for loop, *given in [*loops, ("best_of", "count", 2, lambda reply: 1.0)]:
             result, _ = run(loop, *given, budget=Budget(tokens=6), **limit)
             assert (result.stopped, result.attempts[0].reply.finish_reason) == (stopped, "length")
         content, _ = run("refine", "count", lambda reply: None, budget=Budget(tokens=6), **limit)
         assert content.done, "the critic has accepted what there is"
+
+    @pytest.mark.parametrize(("limit", "stopped"), [({}, "tokens"), ({"max_completion_tokens": 2}, "error")])
+    def test_of_tokens_that_cuts_off_an_answer_in_a_format_says_so(
+        self, run: Any, server: FakeServer, limit: dict[str, int], stopped: str
+    ) -> None:
+        server.finish_reason = "length"
+        loops: list[Any] = [("run_tools", "add", [add]), ("refine", "count", short)]
+        for loop, *given in [*loops, ("best_of", "count", 2, lambda reply: 1.0)]:
+            server.answers = [{"content": '{"value": '}] * 2
+            result, messages = run(loop, *given, budget=Budget(tokens=6), response_format=Number, **limit)
+            assert (result.stopped, messages) == (stopped, [])
+            assert isinstance(result.attempts[0].error, openai.LengthFinishReasonError)
+            assert result.spent.tokens == 3 * len(result.attempts), "the server has told how many it generated"
+
+    @pytest.mark.parametrize("status", [408, 500, 502, 503, 504])
+    def test_of_tokens_counts_answers_that_a_gateway_lost(self, run: Any, server: FakeServer, status: int) -> None:
+        server.failures = [status] * 9
+        result, _ = run("best_of", "count", 9, lambda reply: 1.0, budget=Budget(tokens=90), at_once=1)
+        assert sum(chat.body["max_completion_tokens"] for chat in server.chats) == result.spent.tokens == 90
 
     def test_of_tokens_is_shared_by_calls_at_once(self, run: Any, server: FakeServer) -> None:
         server.hold = threading.Event()

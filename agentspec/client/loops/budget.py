@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 
 import openai
+from openai.types.chat import ChatCompletion
 
 from agentspec.client.answers.reply import ParsedT, Reply
 from agentspec.client.loops.tools import ToolRun
@@ -33,6 +34,7 @@ class Budget:
 
     requests: most calls of the model; retries are not counted.
     tokens: most tokens that the model may generate. Each call asks for at most the rest; its `n` choices share that.
+        The OpenAI client's retries are not counted: where answers are lost behind a gateway, give max_retries=0.
     seconds: longest duration. No part of a call's timeout is longer than the time left. The OpenAI client retries a
         failed call only as often as surely fits, if each pause is the longest and each try takes the whole timeout. A
         shorter `timeout` leaves more retries. In asyncio a call, tool or critic that runs into the limit is cancelled.
@@ -59,7 +61,8 @@ class Budget:
 class Spent:
     """Count a loop's calls, its tokens as the server counts them, and its seconds.
 
-    With a budget of tokens, an answer that was lost counts as all tokens that its call asked for.
+    An answer that was lost, or does not fit its format, counts as all tokens that its call asked for with a budget of
+    tokens, and as none without.
     """
 
     requests: int = 0
@@ -260,15 +263,17 @@ class Account:
             number = self._requests
         return BegunCall(number, limited, reserved, bound)
 
-    def end(self, call: BegunCall, reply: Reply[Any] | None, refused: bool = False) -> None:
+    def end(
+        self, call: BegunCall, answer: ChatCompletion | None, *, refused: bool = False, length: bool = False
+    ) -> None:
         """Count the tokens of a call's answer; if their number is unknown, all that were reserved for the answer.
 
-        reply: None if it was lost, or does not fit its format. refused: whether the call was refused, so that it took
-        no tokens.
+        answer: None if it was lost, or does not fit its format. refused: whether the call was refused, so that it took
+        no tokens. length: whether the answer was cut off at its longest length.
         """
-        usage = reply.usage if reply is not None else None
+        usage = answer.usage if answer is not None else None
         with self._lock:
-            if call.bound and reply is not None and reply.finish_reason == "length":
+            if call.bound and length:
                 self._cut.add(call.number)
             self._reserved -= call.reserved
             if usage is not None and usage.completion_tokens is not None:  # some servers send only a part of `usage`
@@ -289,8 +294,10 @@ class Account:
         """Return whether the budget has cut off the answer of an attempt."""
         return attempt.number in self._cut
 
-    def why_failed(self) -> Stopped:
-        """Return the reason for which a loop ends after a failed call: its time is over, or the error."""
+    def why_failed(self, attempt: Attempt[Any]) -> Stopped:
+        """Return the reason for which a loop ends after a failed attempt: its budget cut it off, or the error."""
+        if attempt.reply is None and self.was_cut(attempt):
+            return "tokens"
         return "seconds" if self.seconds_left == 0.0 else "error"
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ def refine(
         if attempt.reply is not None and (attempt.error is None or stage is None):
             account.best = attempt  # its critic may have failed
         if attempt.error is not None:
-            return account.why_failed()
+            return account.why_failed(attempt)
         if critic is None and account.was_cut(attempt):
             return "tokens"
         if not attempt.feedback:
@@ -140,13 +140,13 @@ def best_of(session: Any, account: Account, task: Content, n: int, reward: Any, 
             (attempt.score, -attempt.number, attempt) for attempt in account.attempts if attempt.score is not None
         ]
         if not scored:
-            return short[0] if short else account.why_failed()
+            return short[0] if short else account.why_failed(account.attempts[-1])
         account.best = max(scored)[-1]
         assert account.best.reply is not None
         with session._conversation.undone_if_interrupted():
             turn.commit(account.best.reply.message)
             yield Apply(session._confirm)
-    return short[0] if short else "done"
+    return short[0] if short else "tokens" if account.was_cut(account.best) else "done"
 
 
 def run_tools(
@@ -175,7 +175,7 @@ def run_tools(
                 raise
         account.record(attempt)
         if attempt.error is not None:
-            return account.why_failed()
+            return account.why_failed(attempt)
         account.best = attempt
         if not calls:
             return "tokens" if account.was_cut(attempt) else "done"
@@ -205,8 +205,9 @@ def pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage])
             try:
                 content = _message("prompt", (yield Apply(stage.content, (text,), seconds=account.seconds_left)))
             except Exception as error:  # the caller's function may raise anything; the stages so far must not be lost
-                account.record(Attempt(stage.name, len(account.attempts) + 1, error=error))
-                return account.why_failed()
+                attempt: Attempt[Any] = Attempt(stage.name, len(account.attempts) + 1, error=error)
+                account.record(attempt)
+                return account.why_failed(attempt)
             stopped = yield from refine(child, account, content, stage.critic, attempts, stage.name, stage.options)
             if stopped != "done" or account.best is None:
                 return stopped
@@ -232,19 +233,27 @@ def _ask(
     Raises BudgetSpentError before the call, and InvalidInputError and SessionBusyError for wrong use.
     """
     context = yield from _context(account, session, options)
-    begin, reply, refused = time.monotonic(), None, False
+    begin, answer, refused, length = time.monotonic(), None, False, False
     call = account.begin(options, among, context)
     try:
         reply = yield from _chat(account, session._client.openai, chat or session.chat, content, call.options)
+        answer, length = reply.raw, reply.finish_reason == "length"
         return Attempt(name, call.number, reply, seconds=time.monotonic() - begin)
     except (InvalidInputError, SessionBusyError):
         refused = True
         raise
     except Exception as error:  # the call may fail in any way; the other attempts must not be lost
-        refused = isinstance(error, openai.APIStatusError)
+        if isinstance(error, openai.LengthFinishReasonError):
+            answer, length = error.completion, True
+        refused = isinstance(error, openai.APIStatusError) and not _may_have_answered(error.status_code)
         return Attempt(name, call.number, error=error, seconds=time.monotonic() - begin)
     finally:
-        account.end(call, reply, refused)
+        account.end(call, answer, refused=refused, length=length)
+
+
+def _may_have_answered(status: int) -> bool:
+    """Return whether the model may have generated an answer in whose place a gateway has sent this status."""
+    return status >= 500 or status == 408
 
 
 def _child(session: Any) -> Any:
