@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -98,7 +99,8 @@ class _PendingCall:
     """Hold one model call that was not replayed yet.
 
     sent: its messages, of which the first `resumed` came from the store. tokens: token ids of prompt and answer, if the
-    server sent them. measured: the server's own figures. size: about the bytes that it takes without its messages.
+    server sent them. measured: the server's own figures, without the steps. size: about the bytes that it takes without
+    its messages.
     """
 
     session: str
@@ -208,7 +210,8 @@ class Forecaster:
             tokens, sent = _server_tokens(reply), ()
             size += sum(part.nbytes for part in tokens or ())
         size += _REFERENCE_BYTES * len(sent)
-        call = _PendingCall(session or "", group, sent, resumed, answer, tokens, reply.speculation, size)
+        measured = reply.speculation and replace(reply.speculation, detail=())  # texts of all tokens take much memory
+        call = _PendingCall(session or "", group, sent, resumed, answer, tokens, measured, size)
         with self._noting:
             self._pending.append(call)
             while self._pending.bytes > self._max_bytes:
@@ -356,7 +359,7 @@ def _server_tokens(reply: Reply[Any]) -> tuple[Int32Array, Int32Array] | None:
 def _bytes_of(value: object) -> int:
     """Return about how many bytes a message, or a part of one, takes. Reads no text."""
     if isinstance(value, str):
-        return len(value)
+        return sys.getsizeof(value) - sys.getsizeof("")  # a letter takes one to four bytes
     if isinstance(value, Mapping):
         return sum(map(_bytes_of, value.values()))
     return sum(map(_bytes_of, value)) if isinstance(value, list | tuple) else 0

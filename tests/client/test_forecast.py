@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,26 @@ def test_memory_stays_within_its_limits() -> None:
     for i in range(5_000):
         forecaster.forecast(f"other {i}", None, [])
     assert len(forecaster._sessions) <= 4_096
+
+
+@pytest.mark.parametrize("kind", ["detailed", "in other letters"])
+def test_memory_that_calls_take_stays_within_its_limit(kind: str) -> None:
+    """A detailed reply holds each token's text. One letter beyond U+FFFF makes each letter of its text take 4 bytes."""
+    limit, count = 1_000_000, 2_000
+    token = {"tokens": ["go"], "sources": ["session"], "rejected": [], "rejected_sources": []}
+    forecaster = Forecaster(None, max_bytes=limit)
+    tracemalloc.start()
+    for i in range(200):
+        if kind == "detailed":
+            counted = read_speculation({**COUNTS, "detail": [token] * 500})
+            reply = dataclasses.replace(short_reply(), speculation=counted)
+        else:
+            reply = short_reply(f"\U0001f600{i}" * count)
+        forecaster.note(f"s{i}", None, [{"role": "user", "content": "go"}], reply)
+    del reply
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert limit / 4 < held < 1.2 * limit
 
 
 def test_a_text_that_the_tokenizer_refuses_costs_its_call_alone() -> None:
