@@ -107,8 +107,8 @@ class Reply(Generic[ParsedT]):
     usage: token counts; None if the server sends none.
     speculation: what was drafted and accepted; None from a server without the extension.
     session: the id of the session that the call was tagged with, if any.
-    raw: the OpenAI client's object, with everything else. If n > 1, the fields above are those of its first choice; for
-    a stream, `raw` has this choice alone.
+    raw: the OpenAI client's object, with everything else. If n > 1, the fields above are those of its first choice, but
+    `usage` and `speculation` add up all choices; for a stream, `raw` has the first choice alone.
     """
 
     text: str
