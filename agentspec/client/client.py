@@ -262,7 +262,8 @@ class Session(SessionBase, Loops):
 
         An error of the server (openai.APIError) or the store (StoreError) leaves the messages here unchanged; call
         clear() again to erase the rest. StoreUnavailableError: the text is still in the database of the server or of
-        this client, because another process reads there.
+        this client, because another process reads there. If the server was not asked, because it or a gateway refuses
+        to tell of the extension (status 401 or 403), a warning says so.
         """
         self._client._refuse_if_unusable()
         with self._conversation.reserved():

@@ -5,6 +5,7 @@ This module does no I/O.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
@@ -22,6 +23,8 @@ from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags, spe
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.identifiers import to_header, to_path
 from agentspec.protocol import FIGURES_HEADER, ROUTE, SALT_HEADER
+
+logger = logging.getLogger(__name__)
 
 Speculating: TypeAlias = bool | Literal["summary", "detailed"]
 """The client's option `speculation`; True is "summary"."""
@@ -154,6 +157,7 @@ class RequestBuilder:
         self._of_openai = host == _OPENAI_HOST or host.endswith(f".{_OPENAI_HOST}")  # such as eu.api.openai.com
         self._thoughts = thoughts and not self._of_openai
         self._ask_at = 0.0
+        self._refused: int | None = None  # status with which a gateway has refused the probe
 
     @property
     def takes_predictions(self) -> bool:
@@ -196,6 +200,15 @@ class RequestBuilder:
         if isinstance(more, str) or not isinstance(more, Iterable):
             raise InvalidInputError(f"cache_salts: a list of texts is needed, not {shown(more)}")
         if not self._may_keep_sessions:
+            if self._refused is not None and self._session_tags != "off":
+                logger.warning(
+                    "agentspec: session %r: nothing was erased on the server: GET %s was refused with status %d, so it"
+                    " counts as a server without the extension. If it has the extension, let its gateway pass this path"
+                    " and those below, and make another client",
+                    conversation.id,
+                    PROBE_PATH,
+                    self._refused,
+                )
             return
         salts = [salt_headers(salt) for salt in sorted({*conversation.cache_salts, *more}, key=str)]
         for session in (conversation.id, *conversation.helpers):
@@ -215,6 +228,9 @@ class RequestBuilder:
         passing = isinstance(answer, openai.APIConnectionError) or (
             isinstance(answer, openai.APIStatusError) and (answer.status_code >= 500 or answer.status_code in _PASSING)
         )
+        self._refused = None
+        if isinstance(answer, openai.AuthenticationError | openai.PermissionDeniedError):
+            self._refused = answer.status_code
         self.extension = isinstance(answer, Mapping) and isinstance(answer.get("agentspec"), str)
         self._ask_at = time.monotonic() + RETRY_AFTER_S if passing else float("inf")
 

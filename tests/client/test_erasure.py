@@ -92,6 +92,24 @@ def test_clear_asks_no_server_that_cannot_know_the_session(server: FakeServer, p
         assert fake.erased == []
 
 
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_clear_warns_where_a_gateway_hides_whether_the_server_keeps_sessions(
+    server: FakeServer, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    """Nearly every server without the extension answers 404."""
+    server.probe = lambda: (status, {})
+    with connect(server, "memory://") as client:
+        client.session("one").chat("one")
+        client.session("one").clear()
+    async with AsyncAgentClient(base_url=server.url, model="small", store=None) as agents:
+        await agents.session("two").clear()
+    warned = [record.getMessage() for record in caplog.records if record.name.startswith("agentspec.client")]
+    names = ["one", "two"] if status != 404 else []
+    assert len(warned) == len(names) and server.erased == []
+    for name, warning in zip(names, warned, strict=True):
+        assert f"{name!r}: nothing was erased on the server: GET /agentspec was refused with status {status}" in warning
+
+
 def test_clear_that_the_server_refuses_changes_nothing(server: FakeServer) -> None:
     with connect(server, "memory://", max_retries=0) as client:
         session = client.session("s")
