@@ -58,7 +58,7 @@ class AgentsSession:
         await self._confirm()
 
     async def pop_item(self) -> Any | None:
-        """Take back the latest item and return it; None if there is none.
+        """Take back the latest item and return it; None if there is none. Thoughts go with the message behind them.
 
         No process reads the item again, but its text stays in the store until the session is cleared. Raises
         StoreError, or SessionConflictError if another client wrote to the session; the item is still there then. If
