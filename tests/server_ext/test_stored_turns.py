@@ -277,6 +277,26 @@ def test_an_erasure_elsewhere_leaves_no_turn_on_its_way_into_the_cache_or_the_st
     persistence.close()
 
 
+def test_a_snapshot_that_could_not_be_replaced_still_counts_as_there() -> None:
+    """Two saves in a row fail, as on a full disk. What they would have held is not what lies there."""
+    cache, store = SuffixCache(), MemoryStore()
+    follower: Any = SimpleNamespace(places=lambda: {LOGS.of(name): store.newest(LOGS.of(name)) for name in "tu"})
+    erasures = SnapshotErasures(cache, store, LOGS, follower)
+    for tenant in "tu":
+        cache.restore(replace(turn_of(turn("s", 1)), tenant=tenant))
+    erasures.places()
+    erasures.note_saved()
+    assert cache.forget_tenant("t")
+    for _ in range(2):
+        erasures.places()
+    assert not erasures.may_be_saved("t") and not erasures.may_be_saved("u") and not erasures.may_be_saved("v")
+    store.erase_session(LOGS.of("t"), "s")
+    assert erasures.may_be_saved("t")
+    erasures.places()
+    erasures.note_saved()
+    assert not erasures.may_be_saved("t")
+
+
 def test_a_snapshots_tenants_are_forgotten_unless_all_their_erasures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.server_ext.persistence.snapshot_erasures.MAX_LOGS", 3)
     follower: Any = SimpleNamespace(catch_up=lambda *_, **__: None, stats=lambda: SimpleNamespace(erased=0))

@@ -354,6 +354,18 @@ def test_an_owner_of_ever_new_logs_displaces_its_own(process: Process) -> None:
     assert process.forgotten[39:] == ["ada"]
 
 
+def test_a_log_that_was_left_and_comes_back_by_turns_that_waited_has_its_owner(process: Process) -> None:
+    for number in range(40):
+        process.follower.use(f"log{number}", "eve")
+        process.begin(f"log{number}", f"t{number}")
+    for name in ("ada", "bob"):
+        process.follower.use(f"log-{name}", name)
+        process.begin(f"log-{name}", name)
+    for number in range(10):
+        process.begin(f"log{number}", f"t{number}")  # as before an append; no request names the owner
+    assert process.follower.use("log-ada") and process.follower.use("log-bob")
+
+
 def test_owners_of_logs_that_are_never_followed_take_no_more_memory(process: Process) -> None:
     for number in range(20_000):
         process.follower.use(f"log{number}", "eve")

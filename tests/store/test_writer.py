@@ -315,3 +315,41 @@ def test_what_is_forgotten_before_an_append_is_not_written(store: FlakyStore) ->
     assert writer.flush(60)
     assert stored(store) == [1] and writer.stats().erased == 3 and not writer.waiting_sessions()
     writer.close()
+
+
+def test_no_record_is_given_up_because_a_log_cannot_be_appended_to_yet(store: FlakyStore) -> None:
+    failing = [MemoryError("none left"), ValueError("a damaged row"), MemoryError("none left")]
+
+    def begin(namespace: str, record: Record) -> None:
+        if failing:
+            raise failing.pop()
+
+    writer = BackgroundWriter(store, breaker=quick(), before_append=begin)
+    for number in range(3):
+        writer.put(NS, turn(f"s{number}", number))
+    wait_until(lambda: writer.stats().persisted == 3)
+    stats = writer.stats()
+    assert sorted(stored(store)) == [0, 1, 2] and (stats.refused, stats.queued) == (0, 0) and not failing
+    writer.close()
+
+
+def test_a_refused_log_is_not_back_because_what_waited_for_it_was_erased(
+    store: FlakyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was asked of the store."""
+    erased: list[str] = []
+
+    def begin(namespace: str, record: Record) -> None:
+        for session in erased:
+            writer.forget(session)
+
+    refuse(store, StoreError("refused"), lambda number: True)
+    writer = BackgroundWriter(store, before_append=begin)
+    for number in range(8):
+        writer.put(NS, turn(f"s{number}", number))
+    wait_until(lambda: writer.stats().refused_logs == 1)
+    erased.extend(sorted(writer.waiting_sessions()))
+    assert erased
+    wait_until(lambda: not writer.waiting_sessions())
+    assert "is refused by the store" in caplog.text and "is back" not in caplog.text
+    writer.close()

@@ -25,23 +25,29 @@ class SnapshotErasures:
     def __init__(self, cache: SuffixCache, store: Store, logs: LogNames, follower: Follower) -> None:
         self.outdated: frozenset[str | None] = frozenset()
         self._cache, self._store, self._logs, self._follower = cache, store, logs, follower
-        self._saved: list[dict[str | None, str | None]] = []  # of the last two snapshots: tenants and their places
+        # Tenants and their places: of the snapshot on the disk, and of the one that is being saved, or could not be.
+        self._saved = dict[str | None, str | None]()
+        self._saving = dict[str | None, str | None]()
 
     def places(self) -> dict[str, str]:
         """Return, for each log, the cursor up to which erasures are known, to be saved with a snapshot.
 
-        Call it once for each save, just before that.
+        Call it just before each save, and `note_saved` once that has succeeded.
         """
         places = self._follower.places()
-        self._note_saved(places)
+        self._saving = self._tenants_at(places)
         return places
+
+    def note_saved(self) -> None:
+        """Note that the snapshot on the disk is now the one for which `places` was called last."""
+        self._saved = self._saving
 
     def may_be_saved(self, tenant: str | None) -> bool:
         """Return whether a snapshot of this process may hold a session of a tenant that was erased since it was saved.
 
         Call it before the tenant's log is followed. Raises StoreError.
         """
-        for saved in self._saved:  # the older one first, because the latest save may have failed
+        for saved in (self._saved, self._saving):  # the older one first: all that was erased since, was so for both
             if tenant in saved:
                 place = saved[tenant]
                 return place is None or bool(self._store.tombstones(self._logs.of(tenant), after=place))
@@ -63,7 +69,7 @@ class SnapshotErasures:
                     told.add(tenant)
         except StoreUnavailableError as error:
             _warn_of_unknown_erasures(error)
-        self._note_saved(places)
+        self._saved = self._tenants_at(places)
         untold = [tenant for tenant in tenants if tenant not in told]
         if untold:
             what = "agentspec: saved suffix indexes of %d of %d tenants are not used"
@@ -89,9 +95,8 @@ class SnapshotErasures:
             _warn_of_unknown_erasures(error)
             return False
 
-    def _note_saved(self, places: Mapping[str, str]) -> None:
-        tenants = {tenant: places.get(self._logs.of(tenant)) for tenant in self._cache.tenants()}
-        self._saved = [*self._saved[-1:], tenants]
+    def _tenants_at(self, places: Mapping[str, str]) -> dict[str | None, str | None]:
+        return {tenant: places.get(self._logs.of(tenant)) for tenant in self._cache.tenants()}
 
     def _forget_tenant(self, tenant: str | None) -> None:
         """Forget a tenant that may hold erased text. Where the start did not wait, its requests make way first."""

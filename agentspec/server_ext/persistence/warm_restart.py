@@ -150,6 +150,8 @@ class SnapshotKeeper:
                     self._path.unlink(missing_ok=True)
                     return False
                 self._saved_state = state
+            if self._erasures is not None:
+                self._erasures.note_saved()
         except Exception as error:
             self._counts["errors"] += 1
             if not self._failing:

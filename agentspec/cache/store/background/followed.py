@@ -109,10 +109,7 @@ class FollowedLogs:
             if name in self._logs:
                 self._logs.move_to_end(name)
                 return True
-            if owner is not None:
-                self._owners[name] = owner
-                if len(self._owners) > _MAX_OWNERS:
-                    self._owners.popitem(last=False)
+            self._note_owner(name, owner)
             return False
 
     def add(self, name: str, log: FollowedLog) -> None:
@@ -122,9 +119,17 @@ class FollowedLogs:
             self._logs.setdefault(name, log)
 
     def remove(self, name: str) -> None:
-        """Remove a log."""
+        """Remove a log. Its owner is remembered, because turns that wait for the store may bring the log back."""
         with self._lock:
-            self._logs.pop(name, None)
+            log = self._logs.pop(name, None)
+            if log is not None:
+                self._note_owner(name, log.owner)
+
+    def _note_owner(self, name: str, owner: str | None) -> None:
+        if owner is not None:
+            self._owners[name] = owner
+            if len(self._owners) > _MAX_OWNERS:
+                self._owners.popitem(last=False)
 
     def all(self) -> dict[str, FollowedLog]:
         """Return the logs by their names."""

@@ -108,12 +108,13 @@ class ReadyRecords:
 
     def forget(self, *sessions: str) -> None:
         """Drop the records of erased sessions, and note the sessions in the records that were taken last."""
+        gone = set(sessions)  # made once, because the engine waits for the lock
         with self._room:
             if self._taken is not None:
-                self._taken.forgotten.update(sessions)
+                self._taken.forgotten |= gone
             waiting = [loaded for batches in self._waiting.values() for loaded in batches]
             for loaded in waiting:
-                loaded.drop(set(sessions))
+                loaded.drop(gone)
             self.bytes = sum(loaded.size for loaded in waiting)
 
     def close(self) -> None:

@@ -25,6 +25,10 @@ _TELL_SECONDS = 60.0  # between two messages that the store is lost
 _APPENDS = 64  # most appends set aside that are tried before the queue has its turn again
 
 
+class _NotReadyError(Exception):
+    """Raised for a log to which nothing can be appended yet, whatever the records are."""
+
+
 class BackgroundWriter:
     """Append records to the logs of a store in a thread.
 
@@ -36,6 +40,7 @@ class BackgroundWriter:
 
     before_append(namespace, record): called in the writer's thread before records are appended to a log, with the first
     of them. It may wait for the store and raise its errors, and may call ``forget``: what that drops is not appended.
+    No record is given up for its errors: they wait as those of a log that the store refuses.
     """
 
     def __init__(
@@ -228,6 +233,11 @@ class BackgroundWriter:
         """
         try:
             self._before_append(namespace, items[0].record)
+        except StoreUnavailableError as error:
+            return error
+        except Exception as error:  # following a log does more than the append, and may raise anything, too
+            return _NotReadyError(str(error))
+        try:
             with self._changing() as records:
                 items[:] = records.drop_erased(items)
             if not items:
@@ -255,7 +265,8 @@ class BackgroundWriter:
                     break
                 error = self._append(items[0].namespace, items)
                 away = isinstance(error, StoreUnavailableError)
-                if error is None or (not away and self._takes_others(target, items)):
+                written = error is None and items  # otherwise all were erased, and nothing was asked of the store
+                if written or (_is_refusal(error) and self._takes_others(target, items)):
                     self._note_back(target, breaker)
                 if error is not None:
                     self._put_back(target, items, error)
@@ -276,8 +287,8 @@ class BackgroundWriter:
         error = self._append(items[0].namespace, items)
         if error is not None:
             with self._changing() as records:
-                records.put_back(target, items, refused=not isinstance(error, StoreUnavailableError))
-        return error is None
+                records.put_back(target, items, refused=_is_refusal(error))
+        return error is None and bool(items)
 
     def _note_back(self, target: Target, breaker: CircuitBreaker) -> None:
         if breaker.success():
@@ -288,12 +299,12 @@ class BackgroundWriter:
 
         After some such records in a row, the log counts as refused, and its records wait.
         """
-        refused = not isinstance(error, StoreUnavailableError)
+        refused = _is_refusal(error)
         with self._changing() as records:
             if records.put_back(target, items, refused=refused) is not None:
                 self._log_refusal(error)
-            alone = refused and len(items) == 1 and isinstance(target, RefusedLog)
-            if alone and records.aside.breaker_of(target).failure():
+            at_fault = isinstance(error, _NotReadyError) or (refused and len(items) == 1)
+            if at_fault and isinstance(target, RefusedLog) and records.aside.breaker_of(target).failure():
                 message = "agentspec: %s is refused by the store (%s); its records wait, the other logs go on"
                 logger.warning(message, target, error)
 
@@ -349,3 +360,8 @@ class BackgroundWriter:
 def _shortest(*waits: float | None) -> float | None:
     """Return the shortest of these times; None stands for an endless one."""
     return min((wait for wait in waits if wait is not None), default=None)
+
+
+def _is_refusal(error: Exception | None) -> bool:
+    """Return whether the store refused the records of an append; False: it was away, or not asked."""
+    return error is not None and not isinstance(error, StoreUnavailableError | _NotReadyError)
