@@ -41,7 +41,8 @@ class RequestSlots:
 
     def __init__(self) -> None:
         self._by_id: dict[str, RunningRequest] = {}
-        self._free: list[int] = []
+        self._slots = 0  # given out so far
+        self._free: list[int] = []  # an interrupt between two statements may lose a slot, but never gives one out twice
         self._epoch = object()  # replaced when a request ends, because another request may get its slot
 
     def check_new(self, request_id: str) -> None:
@@ -51,15 +52,21 @@ class RequestSlots:
         if request_id in self._by_id:
             raise DuplicateRequestError(f"request_id {request_id!r} is already running: finish or abort it first")
 
-    def free_slot(self) -> int:
-        """Return the slot that the next request to be added gets."""
-        return self._free[-1] if self._free else len(self._by_id)
-
-    def add(self, request_id: str, names: Names) -> None:
-        """Add a request in the free slot."""
-        self._by_id[request_id] = RunningRequest(self.free_slot(), names)
+    def take_slot(self) -> int:
+        """Return a slot for a request that is about to start. Then `add` the request, or `give_back` the slot."""
         if self._free:
-            self._free.pop()
+            return self._free.pop()
+        self._slots += 1
+        return self._slots - 1
+
+    def add(self, request_id: str, slot: int, names: Names) -> None:
+        """Add a request that has started in this slot."""
+        self._by_id[request_id] = RunningRequest(slot, names)
+
+    def give_back(self, request_id: str, slot: int) -> None:
+        """Free the slot of a request that did not start."""
+        self._by_id.pop(request_id, None)
+        self._free.append(slot)
 
     def get(self, request_id: str) -> RunningRequest:
         """Return a request. Raises UnknownRequestError if it is not running."""

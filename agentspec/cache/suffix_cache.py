@@ -189,14 +189,19 @@ class SuffixCache(KeptTurns):
         for name, given, most in (("prediction", expected, MAX_PREDICTION), ("quotable", quoted, MAX_QUOTABLE)):
             if len(given) > most:
                 raise InvalidInputError(f"{name}: {len(given)} tokens; give at most {most}")
-        slot = self._running.free_slot()
-        root = self._core.start(
-            slot, tokens, names.for_core(), owner, tenant_owner, ends=ends, prediction=expected, quotable=quoted
-        )
-        family = name_in(tenant, root) if root else None
-        if family == session:
-            family = None
-        self._running.add(request_id, names if family == parent else replace(names, family=family))
+        slot = self._running.take_slot()
+        try:
+            root = self._core.start(
+                slot, tokens, names.for_core(), owner, tenant_owner, ends=ends, prediction=expected, quotable=quoted
+            )
+            family = name_in(tenant, root) if root else None
+            if family == session:
+                family = None
+            self._running.add(request_id, slot, names if family == parent else replace(names, family=family))
+        except BaseException:  # also an interrupt: the core may run the request already, which nobody could end later
+            self._core.abort(slot)
+            self._running.give_back(request_id, slot)
+            raise
 
     def family_of(self, request_id: str) -> str | None:
         """Return the root session of a running request's family; None if that is its own session or it has none.

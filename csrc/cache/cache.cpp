@@ -75,6 +75,7 @@ void Cache::count(Request& request) {
 std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends,
                          std::span<const Token> prediction, std::span<const Token> quotable) {
   const EngineCall call(*this);
+  release(slot);
   auto fresh = std::make_unique<Request>();
   fresh->tenant = entries_.tenant(names.tenant, names.tenant_owner);
   fresh->session = entries_.session(names, fresh->tenant);

@@ -63,8 +63,9 @@ class Cache {
  public:
   Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_size, HistoryWindow window = {});
 
-  // Starts a request in a slot that the caller knows to be unused. The caller has also checked the tokens. Returns the
-  // root of its session's family, empty without a session.
+  // Starts a request in a slot that the caller knows to be unused: a request that is still there is ended, because its
+  // caller never learned that it began. The caller has also checked the tokens. Returns the root of its session's
+  // family, empty without a session.
   std::string start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends,
                     std::span<const Token> prediction, std::span<const Token> quotable);
   void extend(std::size_t slot, std::span<const Token> tokens);

@@ -1,11 +1,18 @@
-"""Test that a call for which memory runs out costs what the cache holds, and leaves nothing half-changed."""
+"""Test that a call for which memory runs out costs what the cache holds, and leaves nothing half-changed.
+
+Nor does a start that is interrupted.
+"""
 
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from agentspec.cache import SuffixCache
+from agentspec.cache.names import Names
+from agentspec.cache.running import RequestSlots
+from agentspec.errors import UnknownRequestError
 
 PROGRAM = """
 import random, resource, sys
@@ -85,3 +92,55 @@ def test_bad_input_costs_nothing() -> None:
     with pytest.raises(IndexError):
         cache._core.extend(7, cache._core.candidates(0)[1])
     assert cache.propose(["r"], 4, cost=0.0)[0].token_ids.tolist()[:2] == [3, 1]
+
+
+def assert_counted(cache: SuffixCache, requests: int) -> None:
+    stats = cache.stats()
+    assert stats.requests == requests
+    assert (stats.tokens, stats.bytes, stats.sessions, stats.pending, stats.leaving) == cache._core.recount()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("booked", [False, True])
+def test_a_start_that_is_interrupted_behind_the_core_leaves_no_request(
+    error: type[BaseException], booked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that only the core knew was freed by the next start, but its group's other requests drafted from it."""
+    cache = SuffixCache()
+    cache.start("stays", [1, 2, 3, 4], session="s", tenant="t")
+    add = RequestSlots.add
+
+    def interrupted(*arguments: object) -> None:
+        if booked:
+            add(*arguments)  # type: ignore[arg-type]
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(RequestSlots, "add", interrupted)
+        cache.start("r", [1, 2, 3, 4], session="s", tenant="t")
+    assert_counted(cache, 1)
+    with pytest.raises(UnknownRequestError):
+        cache.abort("r")
+    for name in ("r", "another"):
+        cache.start(name, [9, 8, 7], session="x", tenant="t")
+    assert_counted(cache, 3)
+    assert len(set(cache.batch(["stays", "r", "another"]).slots.tolist())) == 3
+
+
+def test_the_core_ends_a_request_whose_slot_it_is_given_again() -> None:
+    cache, none = SuffixCache(), np.zeros(0, np.int32)
+    cache.start("stays", [1, 2, 3, 4], session="s", tenant="t")
+    for session in ("s", "s", "x"):
+        names = Names(session, None, "t", "tenant").for_core()
+        cache._core.start(1, np.arange(5, dtype=np.int32), names, None, None, ends=none, prediction=none, quotable=none)
+        assert_counted(cache, 2)
+
+
+def test_a_slot_that_an_interrupt_loses_is_given_to_nobody() -> None:
+    cache = SuffixCache()
+    for name in ("lost", "stays"):
+        cache.start(name, [1, 2, 3])
+    cache._running._by_id.pop("lost")  # as far as `release` comes
+    for name in ("a", "b"):
+        cache.start(name, [1, 2, 3])
+    assert len(set(cache.batch(["stays", "a", "b"]).slots.tolist())) == 3
