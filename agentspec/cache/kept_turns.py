@@ -143,7 +143,8 @@ class KeptTurns:
     def remove_session(self, tenant: str | None, session: str) -> None:
         """Erase a session: its own text and its share of its tenant's index. Does nothing if it is unknown.
 
-        Its running requests then draft from their own text alone and keep nothing when they finish.
+        Its running requests go on without its text, and keep nothing when they finish. If a snapshot is being put in
+        place, the call waits for that: later, none is put there that holds the session.
         """
         self._core.remove_session(session_key(tenant, session), tenant or UNNAMED_TENANT)
 

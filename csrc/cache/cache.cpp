@@ -197,8 +197,11 @@ void Cache::remove_session(const std::string& session, const std::string& tenant
       erasure.reset();
     } while (group && !stopwatch.over(kEraseTime));
   }
-  const EngineCall call(*this);
-  forget_drafts(tenant);  // a step may have drafted what the slices had not erased yet
+  {
+    const EngineCall call(*this);
+    forget_drafts(tenant);  // a step may have drafted what the slices had not erased yet
+  }
+  const std::lock_guard placed(placing_);  // a snapshot that may hold the session is in place now, or never will be
 }
 
 // Forgets the drafts of a tenant's requests, which may quote an erased session. Needs the lock.

@@ -90,7 +90,8 @@ class Cache {
   // prepared one lacks, or if the session's budget would cut it. Restore the turns in either case: that adds them to
   // their named groups and tenant, and to the session if it was not adopted.
   bool adopt(Names names, PreparedSession& prepared);
-  // Erases a session. When it returns, no index holds text that only this session said.
+  // Erases a session. When it returns, no index holds text that only this session said, and no snapshot that holds such
+  // text will be put in place. So it waits if one is being put in place.
   void remove_session(const std::string& session, const std::string& tenant);
   // Evicts a session when none of its requests run, because its client has ended it.
   void free_session(const std::string& session);
@@ -223,7 +224,8 @@ class Cache {
   std::size_t draft_limit(std::int32_t max_draft) const;
   bool legal(Token token) const { return token >= 0 && token < vocab_size_; }
 
-  std::mutex saving_;  // lets one snapshot be saved at a time; taken before `mutex_`
+  std::mutex saving_;   // lets one snapshot be saved at a time; taken before the others
+  std::mutex placing_;  // held while a snapshot is put in place, which waits for the disk; taken before `mutex_`
   std::mutex mutex_;
   PolicySettings settings_;
   std::int64_t vocab_size_;

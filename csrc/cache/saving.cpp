@@ -141,6 +141,7 @@ Cache::Thawing::~Thawing() {
   try {
     const Change change(cache);
     cache.entries_.thaw(*entry);
+    cache.want_indexing();  // of what was added meanwhile
   } catch (const std::bad_alloc&) {  // the cache is empty now
   }
 }
@@ -189,8 +190,11 @@ bool Cache::save(const std::string& path, const std::string& identity, const std
   }
   writer.flush([](const auto&) { return true; });
   writer.finish();
-  std::lock_guard lock(mutex_);  // so that no erasure that has returned comes before the file that holds its text
-  if (entries_.erasures != erasures) return false;
+  const std::lock_guard placing(placing_);  // an erasure waits for this before it returns
+  {
+    std::lock_guard lock(mutex_);
+    if (entries_.erasures != erasures) return false;
+  }
   writer.commit();
   return true;
 }

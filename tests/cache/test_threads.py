@@ -1,6 +1,8 @@
 """Test one thread that decodes while others look, erase, tidy up and save. The thread sanitizer finds more."""
 
 import contextlib
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -185,6 +187,78 @@ def test_a_tenant_that_is_forgotten_while_it_is_saved_leaves_nothing(tmp_path: P
     cache.catch_up()
     held = cache.stats()
     assert (held.tokens, held.bytes, held.pending, held.leaving) == (0, 0, 0, 0)
+
+
+def test_what_came_while_its_tenant_was_saved_is_indexed_without_any_further_call(tmp_path: Path) -> None:
+    rng, path, cache = np.random.default_rng(7), tmp_path / "snapshot", SuffixCache(max_bytes=None)
+    thread = threading.Thread(target=cache.index_until_closed, daemon=True)
+    thread.start()
+    for number in range(1, 40):
+        response = rng.integers(0, 60_000, 20_000, np.int32)
+        cache.restore(FinishedTurn("t", None, 0, response[:0], response, writer="w", number=number))
+    try:
+        for number in range(6):  # a busy machine may save all before this thread goes on
+            wait_until_indexed(cache)
+            saving = threading.Thread(target=cache.save, args=(path,))
+            saving.start()
+            wait_until(lambda: bool(list(tmp_path.glob("snapshot.tmp*"))) or path.exists())
+            time.sleep(0.002 * number)
+            response = rng.integers(0, 60_000, 3_000, np.int32)
+            cache.restore(FinishedTurn("t", None, 0, response[:0], response, writer="x", number=number))
+            saving.join()
+            path.unlink()
+        wait_until(lambda: not cache.stats().pending)
+    finally:
+        cache.close()
+    thread.join(60)
+
+
+SLOW_RENAME = """
+#include <dlfcn.h>
+#include <unistd.h>
+#include <cstdio>
+#include <string>
+
+extern "C" int rename(const char* from, const char* to) noexcept {
+  const std::string begun = std::string(to) + ".begun";
+  if (begun.ends_with("snapshot.begun")) {
+    std::fclose(std::fopen(begun.c_str(), "w"));
+    sleep(2);
+  }
+  return reinterpret_cast<int (*)(const char*, const char*)>(dlsym(RTLD_NEXT, "rename"))(from, to);
+}
+"""
+
+SAVE_SLOWLY = """
+import sys, threading, time
+from pathlib import Path
+from agentspec.cache import SuffixCache
+
+path, cache = Path(sys.argv[1]), SuffixCache()
+cache.start("r", [1, 2], session="s", tenant="t")
+cache.extend("r", range(100, 150))
+cache.finish("r")
+cache.start("r", [1, 2, 3], tenant="t")
+threading.Thread(target=cache.save, args=(path,)).start()
+while not Path(f"{path}.begun").exists():
+    time.sleep(0.001)
+cache.propose(["r"], 4)
+assert not path.exists(), "the step waited for the disk"
+cache.remove_session("t", "s")
+assert path.exists(), "the erasure returned before the file with its session was in place"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="replaces a call of Linux's libc")
+def test_an_erasure_waits_while_a_snapshot_is_put_in_place_and_a_step_does_not(tmp_path: Path) -> None:
+    """A disk may take long for that. The file is deleted after the erasure, so it must not come later."""
+    source, library = tmp_path / "rename.cpp", tmp_path / "rename.so"
+    source.write_text(SLOW_RENAME)
+    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True)
+    command = [sys.executable, "-c", SAVE_SLOWLY, str(tmp_path / "snapshot")]
+    preloaded = {**os.environ, "LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {library}"}  # behind a sanitizer's
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=preloaded)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def said(number: int) -> FinishedTurn:
