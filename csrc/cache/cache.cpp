@@ -14,6 +14,7 @@ namespace {
 // An erasure works for so many units, and for so much CPU time in ns, between two pauses for other callers.
 constexpr std::size_t kSweepPerSlice = 1024;
 constexpr std::int64_t kEraseTime = 100'000;
+constexpr std::size_t kTenantsPerSlice = 64;  // tenants listed between two such pauses
 
 std::size_t count_of(std::int32_t number) { return static_cast<std::size_t>(std::max(number, 0)); }
 
@@ -262,12 +263,20 @@ void Cache::begin_period(HistoryWindow::Unit unit) {
 }
 
 std::vector<std::string> Cache::tenants() {
-  std::lock_guard lock(mutex_);
-  std::vector<const Tenant*> all;
-  for (const auto& [key, tenant] : entries_.tenants().by_key) all.push_back(tenant.get());
-  std::ranges::sort(all, {}, &Tenant::used);
+  std::vector<std::pair<std::uint64_t, std::string>> all;  // by last use
+  for (bool more = true; more; let_engine_call()) {
+    if (all.capacity() - all.size() < kTenantsPerSlice) all.reserve(2 * all.size() + kTenantsPerSlice);
+    std::lock_guard lock(mutex_);
+    const auto& by_key = entries_.tenants().by_key;
+    auto at = all.empty() ? by_key.begin() : by_key.upper_bound(all.back().second);
+    for (std::size_t i = 0; i < kTenantsPerSlice && at != by_key.end(); ++i, ++at) {
+      all.emplace_back(at->second->used, at->second->key);
+    }
+    more = at != by_key.end();
+  }
+  std::ranges::sort(all);
   std::vector<std::string> keys;
-  for (const Tenant* tenant : all) keys.push_back(tenant->key);
+  for (auto& [used, key] : all) keys.push_back(std::move(key));
   return keys;
 }
 

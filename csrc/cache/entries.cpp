@@ -43,6 +43,7 @@ std::size_t Group::advance(std::size_t budget) {
 }
 
 bool Tenant::leave_to_thread() {
+  left = std::min(left, index().size());  // the text may have become shorter
   if (index().size() - index().pending() < left) return false;
   left = index().size();
   return true;

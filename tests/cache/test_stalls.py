@@ -11,8 +11,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from agentspec.cache import Budget, FinishedTurn, SuffixCache
+from agentspec.cache import Budget, FinishedTurn, HistoryWindow, SuffixCache
 from agentspec.cache.types import Int32Array
+from tests.store.helpers import wait_until
 from tests.timing import assert_fast, beside, cpu
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("clock_on")]
@@ -218,6 +219,52 @@ def test_a_step_helps_a_late_indexing_thread_with_half_of_its_time() -> None:
         return {"work": float(np.median(works))}
 
     assert_fast(measure, work=0.4)  # .25 ms of .5; all of it if the step ignores the thread's work
+
+
+def test_followed_text_is_left_to_the_indexing_thread_when_its_tenant_has_shrunk() -> None:
+    texts = Texts()
+    followed = [texts.make(10_000) for _ in range(20)] + [texts.make(2000) for _ in range(40)]
+
+    def measure() -> dict[str, float]:
+        cache = SuffixCache(vocab_size=60_000, history=HistoryWindow(1, "epochs"))
+        cache.start("r", texts.make(20), tenant="t")
+        thread = threading.Thread(target=cache.index_until_closed)
+        thread.start()
+        works: list[float] = []
+        for number, text in enumerate(followed):
+            if number == 20:  # all so far is older than the window, and goes when a request names the tenant
+                cache.begin_epoch()
+                cache.start("x", [1], tenant="t")
+                cache.abort("x")
+                wait_until(lambda: not cache.stats().leaving)
+            cache.restore(FinishedTurn("t", None, 0, text[:0], text, writer="w", number=number), held_only=True)
+            before = cache.worked_ns()
+            cache.propose(["r"], 8)
+            works.append((cache.worked_ns() - before) / 1e6)
+            wait_until(lambda: not cache.stats().pending)
+        cache.close()
+        thread.join()
+        return {"work": float(np.median(works[20:]))}
+
+    assert_fast(measure, work=0.1)  # 0 ms; .25 if the step takes the thread for late
+
+
+def test_steps_do_not_wait_while_many_tenants_are_listed() -> None:
+    none, response = np.zeros(0, np.int32), np.array([1, 2, 3], np.int32)
+    cache = SuffixCache(max_bytes=None)
+    tenants: list[str | None] = [f"{number:064}" for number in range(30_000)]
+    for number, tenant in enumerate(tenants, 1):
+        cache.restore(FinishedTurn(tenant, None, 0, none, response, writer="w", number=number))
+    assert cache.tenants() == tenants
+    cache.start("r", [1, 2, 3], tenant=tenants[7])
+    assert cache.tenants() == [*tenants[:7], *tenants[8:], tenants[7]]
+    cache.catch_up()
+
+    def measure() -> dict[str, float]:
+        times = [max(beside(cache._core.tenants, lambda: cache.propose(["r"], 8), pause=0.0005)[0]) for _ in range(5)]
+        return {"step": float(np.median(times))}
+
+    assert_fast(measure, step=1.0)  # .02 ms; 5 to 9 if all are listed at once
 
 
 def test_the_work_beside_drafting_is_counted() -> None:
