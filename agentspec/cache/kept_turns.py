@@ -203,12 +203,17 @@ class KeptTurns:
         self._core.begin_period(UNIT_NUMBERS["epochs"])
 
     def forget_tenant(self, tenant: str | None) -> bool:
-        """Forget a tenant with its corpus, sessions and groups. Returns False, and keeps it, if requests of it run.
+        """Forget a tenant with its corpus, sessions and groups. Returns False if requests of it run.
 
         Steps may run meanwhile. Later steps give the memory back.
         """
         check_ids(tenant=tenant)
         return self._core.forget_tenant(tenant or UNNAMED_TENANT)
+
+    def forget_tenants(self) -> bool:
+        """Forget all tenants, whatever their names are. Returns False if some stay because requests of them run."""
+        kept = [tenant for tenant in self._core.tenants() if not self._core.forget_tenant(tenant)]
+        return not kept
 
     def catch_up(self, budget: int | None = None, *, seconds: float | None = None) -> int:
         """Index pending text, evict what exceeds the budgets, remove evicted text and give its memory back.

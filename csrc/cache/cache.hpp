@@ -105,7 +105,8 @@ class Cache {
   // tenants that are older than the window are dropped when requests name their group or tenant.
   void begin_period(HistoryWindow::Unit unit);
   std::vector<std::string> tenants();  // their keys, least recently used first
-  // Forgets a tenant with its corpus, sessions and groups. Returns false, and keeps it, if it has running requests.
+  // Forgets a tenant with its corpus, sessions and groups. Returns false, and keeps what is left of it, if it has
+  // running requests: one may start when a part of it is gone already.
   bool forget_tenant(const std::string& tenant);
   // Does the work that waits: evicts, indexes and removes dropped positions. Returns how much was done.
   std::size_t catch_up(WorkBudget budget);

@@ -47,10 +47,10 @@ bool CacheEntries::save_some(const EntryMap<Entry>& map, SnapshotWriter& writer,
     next.key = entry.key;
     if (entry.tenant && entry.tokens() == 0) continue;  // it exists only for a running request
     writer.number(entry.tenant ? kOfEntry : kOfTenant);
-    writer.string(entry.key);
-    if (entry.tenant) writer.string(entry.tenant->key);
+    writer.name(entry.key);
+    if (entry.tenant) writer.name(entry.tenant->key);
     if (!entry.tenant) writer.number(static_cast<Tenant&>(entry).written);
-    writer.string(entry.owner->name);
+    writer.name(entry.owner->name);
     writer.number(entry.used);
     writer.defer(large);
     describe(writer, entry.learned, settings_, learned_bits(entry));
@@ -87,16 +87,16 @@ std::shared_ptr<CacheEntry> CacheEntries::load_name(SnapshotReader& reader) {
   const std::uint64_t kind = reader.number();
   if (kind == kEndOfEntries) return nullptr;
   if (kind != kOfTenant && kind != kOfEntry) reader.damaged("neither a tenant nor a session nor a group");
-  const std::string key = reader.string();
+  const std::string key = reader.name();
   if (kind == kOfTenant) {
     if (tenants_.find(key)) reader.damaged("a tenant is there twice");
     const std::uint64_t written = reader.number();
-    const std::string owner = reader.string();
+    const std::string owner = reader.name();
     const auto loaded = tenant(&key, &owner);
     loaded->written = written;
     return loaded;
   }
-  const std::string tenant_key = reader.string(), owner = reader.string();
+  const std::string tenant_key = reader.name(), owner = reader.name();
   if (key.empty() || entries_.find(key)) reader.damaged("a session or group is there twice");
   const auto its_tenant = tenant(&tenant_key, nullptr);
   const std::string name = key.substr(1);

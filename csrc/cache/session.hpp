@@ -76,7 +76,7 @@ class Session final : public CacheEntry {
 
   template <class Archive>
   void describe(Archive& archive) {
-    archive.string(family);
+    archive.name(family);
     text_.describe(archive);
     archive.array(documents_, true);
     archive.number(newest_.value);

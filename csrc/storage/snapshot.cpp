@@ -61,6 +61,22 @@ int make_locked(std::string& name) {
   }
 }
 
+// Returns whether a text is UTF-8 as Python decodes it: no longer form than needed, and no half of a surrogate pair.
+bool is_utf8(std::string_view text) {
+  const auto byte = [&](std::size_t at) { return at < text.size() ? static_cast<unsigned char>(text[at]) : 0u; };
+  for (std::size_t at = 0; at < text.size(); ++at) {
+    const unsigned first = byte(at);
+    if (first < 0x80) continue;
+    if (first < 0xC2 || first > 0xF4) return false;
+    unsigned least = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;  // of the second byte
+    unsigned most = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
+    for (unsigned more = first < 0xE0 ? 1 : first < 0xF0 ? 2 : 3; more > 0; --more, least = 0x80, most = 0xBF) {
+      if (byte(++at) < least || byte(at) > most) return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 void Checksum::add(const void* data, std::size_t bytes) {
@@ -206,6 +222,11 @@ const char* SnapshotReader::take(std::size_t bytes) {
   const std::size_t padded = bytes + to_next(bytes, 8);
   if (padded < bytes || padded > size_ - cursor_) damaged("ends early");
   return data_ + std::exchange(cursor_, cursor_ + padded);
+}
+
+void SnapshotReader::name(std::string& value) {
+  string(value);
+  if (!is_utf8(value)) damaged("a name is not UTF-8");
 }
 
 std::uint64_t SnapshotReader::number() {

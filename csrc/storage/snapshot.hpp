@@ -66,6 +66,7 @@ class SnapshotWriter {
 
   void number(std::uint64_t value) { gather(&value, sizeof value); }
   void string(std::string_view value) { values(std::span(value)); }
+  void name(std::string_view value) { string(value); }
   template <class T>
   void vector(const std::vector<T>& value) {
     values(std::span(value));
@@ -166,6 +167,13 @@ class SnapshotReader {
   std::string string() {
     std::string value;
     string(value);
+    return value;
+  }
+  // Reads a string that must be UTF-8, because Python decodes it.
+  void name(std::string& value);
+  std::string name() {
+    std::string value;
+    name(value);
     return value;
   }
   template <class T>

@@ -1,4 +1,4 @@
-"""Test that snapshots with right checksums, but wrong turns, lengths or header of a session, are refused."""
+"""Test that snapshots with right checksums, but wrong turns, lengths, names or header of a session, are refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -190,3 +190,42 @@ def test_a_snapshot_of_another_build_or_machine_is_refused(saved: Path, at: int,
     saved.write_bytes(seal(data))
     with pytest.raises(SnapshotError, match=fault):
         SuffixCache.load(saved, vocab_size=VOCABULARY)
+
+
+NOT_UTF_8 = [
+    *(b"\xff", b"\x80", b"\xc3", b"\xe2\x82", b"\xc3A"),
+    *(b"\xc0\x80", b"\xe0\x9f\xbf", b"\xf0\x8f\xbf\xbf"),  # longer than needed
+    *(b"\xed\xa0\x80", b"\xf4\x90\x80\x80"),  # half of a surrogate pair; behind the last character
+]
+
+
+@pytest.mark.parametrize("name", ["ACME", "OWNER", "CHILD", "PARENT", "the child's family"])
+def test_a_name_that_is_not_utf_8_is_refused(name: str, tmp_path: Path) -> None:
+    """Python could not decode it when it lists the tenants, or when a request names the session."""
+    cache, path = SuffixCache(vocab_size=VOCABULARY), tmp_path / "snapshot"
+    cache.start("r", [1, 2, 3], session="CHILD", tenant="ACME", parent="PARENT", owner="OWNER")
+    cache.extend("r", [4, 5, 6])
+    cache.finish("r")
+    cache.save(path)
+    data, there = path.read_bytes(), name.encode()
+    if there not in data:
+        there = b"\x0c" + bytes(7) + b"4:ACMEPARENT"
+    assert there in data
+    for illegal in NOT_UTF_8:
+        with pytest.raises(UnicodeDecodeError):
+            illegal.decode()
+        path.write_bytes(seal(bytearray(data.replace(there, there[: -len(illegal)] + illegal))))
+        with pytest.raises(SnapshotError, match="a name is not UTF-8"):
+            SuffixCache.load(path, vocab_size=VOCABULARY)
+
+
+def test_names_of_all_characters_are_loaded(tmp_path: Path) -> None:
+    cache, name = SuffixCache(), "\u00a1\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff~"
+    cache.start("r", [1, 2, 3], session=name, tenant=name, parent=name[1:], owner=name)
+    cache.extend("r", [4, 5, 6])
+    cache.finish("r")
+    cache.save(tmp_path / "snapshot")
+    loaded = SuffixCache.load(tmp_path / "snapshot")
+    assert loaded.tenants() == [name] and loaded.has_session(name, name)
+    loaded.start("r", [1, 2, 3], session=name, tenant=name)
+    assert loaded.family_of("r") == name[1:]

@@ -20,6 +20,7 @@ import pytest
 from agentspec.cache import DraftPolicy, FinishedTurn, SuffixCache
 from agentspec.cache.store import snapshot_path
 from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, snapshot_identity
+from tests.cache.mutations import seal
 from tests.server_ext.snapshots import converse, keep, make, text
 
 
@@ -118,6 +119,31 @@ def test_a_folder_that_cannot_be_listed_holds_no_drafts_back(tmp_path: Path, mon
     keeper = SnapshotKeeper(tmp_path / "x.snapshot", cache, snapshot_identity("model", cache))
     keeper.wait_loaded(5)
     assert keeper.is_loaded()
+    keeper.close()
+
+
+def test_where_it_is_unknown_what_was_erased_all_tenants_go_whatever_their_names(tmp_path: Path) -> None:
+    """Nothing is drafted before. A forged file may name a tenant as no request can."""
+    path, cache, none = tmp_path / "snapshot", SuffixCache(vocab_size=1000), np.zeros(0, np.int32)
+    for number, tenant in enumerate(("acme", "other", None), 1):
+        cache.restore(FinishedTurn(tenant, "s", 0, none, text(50), writer="w", number=number))
+    cache.save(path, identity="i", note=b"{}\n")
+    path.write_bytes(seal(bytearray(path.read_bytes().replace(b"acme", b"a\nme"))))
+    cache, erasures, forgets = SuffixCache(vocab_size=1000), Mock(), threading.Event()
+
+    def fail(_: object) -> bool:
+        cache.start("r", [1, 2, 3], tenant="other")
+        forgets.set()
+        raise RuntimeError("the store is away")
+
+    erasures.catch_up.side_effect = fail
+    keeper = SnapshotKeeper(path, cache, "i", erasures=erasures)
+    assert forgets.wait(60)
+    assert keeper.wait_loaded(0.3) == b"" and not keeper.is_loaded()  # a request of a tenant runs
+    assert cache.stats().tokens > 0
+    cache.abort("r")
+    assert keeper.wait_loaded(60) == b"" and keeper.is_loaded()
+    assert cache.stats().tenants == 0 and not path.exists()
     keeper.close()
 
 

@@ -213,7 +213,9 @@ class SnapshotKeeper:
             erased = self._erasures is not None and self._erasures.catch_up(known)
         except Exception as error:  # so it is not known what was erased
             logger.warning("agentspec: the saved suffix indexes are not used: %s", error)
-            erased = sum(self._cache.forget_tenant(tenant) for tenant in self._cache.tenants()) > 0
+            erased = self._cache.stats().tenants > 0
+            while not self._cache.forget_tenants():  # where the start did not wait, their requests make way first
+                time.sleep(0.05)
         if erased:
             with contextlib.suppress(OSError):  # a read-only file system; the next start catches up again
                 self._discard()  # but not the files of other engines, which may be reading them
