@@ -17,7 +17,7 @@ cmake --build "$work/build" --parallel 2 > /dev/null
 # A copy of the package with that core; -S keeps the installed one away.
 rm -rf "$work/tree"
 mkdir -p "$work/tree"
-cp -r "$root/agentspec" "$root/tests" "$work/tree/"
+cp -r "$root/agentspec" "$root/tests" "$root/csrc" "$work/tree/"
 rm -f "$work"/tree/agentspec/cache/_native*.so
 cp "$work"/build/_native*.so "$work/tree/agentspec/cache/"
 

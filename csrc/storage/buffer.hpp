@@ -193,7 +193,7 @@ class Buffer {
   void reserve_mapped(std::size_t bytes) {
     void* fresh = MAP_FAILED;
 #if defined(__linux__)
-    if (bytes >= kHuge) return reserve_huge((16 * bytes + kHugePage - 1) / kHugePage * kHugePage);
+    if (bytes >= kHuge) return reserve_huge(bytes);
     if (mapped_) fresh = mremap(data_, whole_pages(capacity_), bytes, MREMAP_MAYMOVE);
     if (fresh != MAP_FAILED) return take(fresh, bytes);
 #endif
@@ -210,11 +210,19 @@ class Buffer {
   }
 
 #if defined(__linux__)
-  // Reserves much more address space than is needed yet. It begins at the boundary of a huge page.
-  void reserve_huge(std::size_t bytes) {
+  // Reserves much more address space than is needed yet, or less where that is limited. It begins at the boundary of a
+  // huge page.
+  void reserve_huge(std::size_t needed) {
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    char* const space = static_cast<char*>(mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, flags, -1, 0));
-    if (space == MAP_FAILED) throw std::bad_alloc();
+    std::size_t bytes = 0;
+    void* mapped = MAP_FAILED;
+    for (const std::size_t times : {16, 2, 1}) {
+      bytes = (times * needed + kHugePage - 1) / kHugePage * kHugePage;
+      mapped = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, flags, -1, 0);
+      if (mapped != MAP_FAILED) break;
+    }
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    char* const space = static_cast<char*>(mapped);
     const std::size_t before = (kHugePage - reinterpret_cast<std::uintptr_t>(space) % kHugePage) % kHugePage;
     char* const fresh = space + before;
     if (before > 0) munmap(space, before);

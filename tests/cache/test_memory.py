@@ -3,9 +3,11 @@
 Each case runs in a process of its own, whose resident memory is compared with `stats`.
 """
 
+import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -178,3 +180,41 @@ assert (cache.stats().bytes, cache.stats().leaving) == (0, 0)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+GROWS_IN_LITTLE_SPACE = """
+#include <sys/resource.h>
+#include <unistd.h>
+#include <cstdint>
+#include <cstdio>
+#include "storage/buffer.hpp"
+
+int main() {
+  agentspec::Buffer<std::uint32_t> buffer;
+  std::size_t pages = 0;  // a sanitizer takes many
+  std::FILE* const file = std::fopen("/proc/self/statm", "r");
+  if (!file || std::fscanf(file, "%zu", &pages) != 1) return 1;
+  std::fclose(file);
+  const rlim_t most = pages * sysconf(_SC_PAGESIZE) + (rlim_t{600} << 20);
+  const rlimit limit{most, most};
+  setrlimit(RLIMIT_AS, &limit);
+  try {
+    for (std::uint32_t i = 0;; ++i) buffer.push_back(i);
+  } catch (const std::bad_alloc&) {
+  }
+  bool whole = true;
+  for (std::uint32_t i = 0; i < buffer.size(); ++i) whole = whole && buffer[i] == i;
+  std::printf("%zu %d", buffer.size() * 4 >> 20, whole);
+}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="limits a process's address space")
+def test_an_array_grows_where_address_space_is_limited(tmp_path: Path) -> None:
+    """From 64 MiB on, arrays reserve much more than they need: sixteen times as much, where they may."""
+    source, core = tmp_path / "grows.cpp", Path(__file__).parents[2] / "csrc"
+    source.write_text(GROWS_IN_LITTLE_SPACE)
+    subprocess.run(["g++", "-std=c++20", "-O1", f"-I{core}", str(source), "-o", str(tmp_path / "grows")], check=True)
+    ended = subprocess.run([tmp_path / "grows"], check=True, capture_output=True, text=True)
+    size, whole = map(int, ended.stdout.split())
+    assert whole and size > 200, f"{size} MiB of 600"
