@@ -138,6 +138,9 @@ def as_turn(turn: FinishedTurn, vocab_size: int) -> CoreTurn:
     check_below("block", turn.block, 2**64)
     if turn.kept == 0 != turn.parent:
         raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
+    check_text("writer", turn.writer)
+    if not is_number(turn.number):
+        raise InvalidInputError(f"number={turn.number!r}: give a number")
     tail = as_prompt(turn.prompt_tail, "prompt_tail", vocab_size)
     response = as_tokens(turn.response, "response", vocab_size)
     return CoreTurn(turn.kept, turn.parent, turn.block, tail, response, turn.record)

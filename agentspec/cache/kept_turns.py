@@ -16,7 +16,7 @@ from agentspec.errors import InvalidInputError, SnapshotError
 from agentspec.files import size_remedy
 from agentspec.identifiers import check_ids
 
-_NUMBER_TYPES = (int, float, np.number)
+_NUMBER_TYPES = (int, float, np.integer, np.floating)
 _ANY_SECONDS = 1e6  # more than `catch_up` takes
 _PUBLIC_BYTES = 20
 """Most memory that a token of the public corpus takes when it is added; on average it takes 11 bytes."""

@@ -204,6 +204,19 @@ def test_a_turns_numbers(field: str, wrong: Any) -> None:
     assert cache.stats().sessions == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [("writer", "\ud800"), ("writer", 5), ("writer", None), ("number", None), ("number", "1"), ("number", True)],
+)
+def test_the_name_of_a_stored_turn(field: str, wrong: Any) -> None:
+    cache = SuffixCache()
+    turn = FinishedTurn(None, "s", 0, np.array([1], np.int32), np.array([2], np.int32), writer="w", number=1)
+    for take in (cache.restore, cache.learn_from, lambda turn: cache.prepare([turn])):
+        with pytest.raises(InvalidInputError, match=f"^{field}=.*: give a "):
+            take(replace(turn, **{field: wrong}))
+    assert cache.stats().sessions == 0
+
+
 @pytest.mark.parametrize("requests", [0, 2])
 @pytest.mark.parametrize("wrong", [[[1], [1, 2]], [1, [2]], ["a", "b"], "ab", "", None, {}, [1.5, 2], [[1]], [1]])
 def test_numbers_of_each_request(requests: int, wrong: Any) -> None:
@@ -246,6 +259,11 @@ def test_numbers_that_are_none() -> None:
             cache.finish("r", output_limit=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="cost='x'"):
         cache.propose(["r"], 4, cost="x")  # type: ignore[arg-type]
+    for scalar in (1j, np.complex64(0.1), np.complex128(0.1)):
+        with pytest.raises(InvalidInputError, match="cost="):
+            cache.propose(["r"], 4, cost=scalar)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInputError, match="seconds="):
+            cache.catch_up(seconds=scalar)  # type: ignore[arg-type]
     for many in (2**31, -(2**31) - 1, 2**40):
         with pytest.raises(InvalidInputError, match="integers of 32 bits"):
             cache.propose(["r"], [many])
