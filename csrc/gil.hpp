@@ -14,7 +14,8 @@ namespace agentspec {
 // When a process ends while a daemon thread is in a native call, Python ends that thread as soon as it asks for the
 // lock: by unwinding its stack, through functions that must not throw, so that the whole process aborts (until Python
 // 3.14, which lets such threads hang). Therefore begin_exit(), called before that, makes threads wait for ever in place
-// of asking.
+// of asking. It runs before the functions that atexit got before the core was imported: in those, no native call of
+// another thread returns.
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}

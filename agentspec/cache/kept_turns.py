@@ -52,15 +52,16 @@ class KeptTurns:
         self._public_bytes = 0  # memory of the public corpus
 
     def restore(self, turn: FinishedTurn, *, held_only: bool = False) -> None:
-        """Add a stored turn to the indexes, as if it had run here. Restoring it again changes nothing.
+        """Add a stored turn to the indexes, as if it had run here. Restoring a named turn again changes nothing.
 
         held_only: add the turn only to those of its session, named group and tenant that the cache holds, and count
         none of them as used. Use it for a turn that another process has just stored: a session that the cache does not
         hold is loaded when a request names it.
         Session, group and tenant each add a named turn (`writer`, `number`) unless they hold it. Of a turn without a
         name, the session adds the part of the text that is new to it, and group and tenant add the turn if there is
-        such a part. Turns may come in any order; in order they take the least memory. Raises InvalidInputError,
-        InvalidTokenError or InvalidSessionError for a turn that cannot be right, and then changes nothing.
+        such a part; without a session that takes it, they add it each time. Turns may come in any order; in order they
+        take the least memory. Raises InvalidInputError, InvalidTokenError or InvalidSessionError for a turn that cannot
+        be right, and then changes nothing.
         """
         names, given = Names.of(turn), as_turn(turn, self._vocab_size)
         self._core.restore(names.for_core(), turn.owner, given, held_only=held_only)
@@ -87,10 +88,11 @@ class KeptTurns:
     def adopt(self, prepared: PreparedSession, of: FinishedTurn) -> bool:
         """Put a prepared session into the cache, in place of the session's text there. of: any of its turns.
 
-        Afterwards `restore` its turns, which adds them to their groups and tenant. Returns False, and does nothing, if
-        the cache holds turns of the session or its family that were not prepared, if the session turns out to be in
-        another session's family, or if the session's budget cannot hold all of it. Then `restore` adds the turns to
-        the session, too. A prepared session can be adopted once. Raises InvalidInputError for another session's turn.
+        Afterwards `restore` its turns, which adds those with a name to their groups and tenant, and no others. Returns
+        False, and does nothing, if the cache holds turns of the session or its family that were not prepared, if the
+        session turns out to be in another session's family, or if the session's budget cannot hold all of it. Then
+        `restore` adds the turns to the session, too. A prepared session can be adopted once. Raises InvalidInputError
+        for another session's turn.
         """
         Names.of(of)
         if not isinstance(prepared, PreparedSession) or prepared.key != key_of(of.tenant, of.session):
@@ -205,7 +207,8 @@ class KeptTurns:
     def forget_tenant(self, tenant: str | None) -> bool:
         """Forget a tenant with its corpus, sessions and groups. Returns False if requests of it run.
 
-        Steps may run meanwhile. Later steps give the memory back.
+        Then the tenant stays, but without what was forgotten before such a request started. Steps may run meanwhile.
+        Later steps give the memory back.
         """
         check_ids(tenant=tenant)
         return self._core.forget_tenant(tenant or UNNAMED_TENANT)

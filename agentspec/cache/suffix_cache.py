@@ -8,7 +8,8 @@
 
 SuffixCache checks arguments and passes them to the compiled core (csrc/), whose answers tests/oracle specifies. One
 thread makes the calls for requests. Meanwhile any thread may call `resize` and the methods of KeptTurns, because the
-core has a lock.
+core has a lock. If a function that you register with atexit waits for such a thread, import SuffixCache first:
+otherwise the thread's calls never return once the process ends.
 """
 
 from collections.abc import Sequence
