@@ -216,7 +216,8 @@ class Session(SessionBase, Loops):
             predict: "auto" predicts the session's last answer if the answers before were edits of each other. Off by
                 default, because OpenAI bills rejected tokens.
 
-        Raises InvalidInputError if tool calls at the history's end have no answer: servers would refuse each later one.
+        Raises InvalidInputError without content behind tool calls that have no answer. With content many servers refuse
+        that (BadRequestError), and vLLM takes it.
         Raises StoreError before anything is sent if the session is resumed and its store is away. Raises
         SessionConflictError if another client has added messages or erased the session, or if the store lost it. The
         conflict shows before anything is sent. If both clients called at once, it shows after the answer, which

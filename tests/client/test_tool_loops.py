@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from agentspec import AgentClient, AsyncAgentClient, InvalidInputError, Stage
+from agentspec import AgentClient, AsyncAgentClient, InvalidInputError
 
 from .fake_server import FakeServer
 from .loop_runs import add, calls, roles
@@ -207,22 +208,22 @@ class TestCallsWithoutAnAnswer:
     @pytest.mark.parametrize(
         "call",
         [
-            lambda session: session.chat(),
             lambda session: session.chat("go on"),
             lambda session: session.stream("go on").until_done(),
-            lambda session: session.best_of("go on", 2, lambda reply: 1.0),
-            lambda session: session.pipeline("go on", [Stage("code", "Code:")]),
-            lambda session: session.chat({"role": "tool", "tool_call_id": "call-0", "content": "3"}),
         ],
     )
-    def test_take_no_message_behind_them(self, server: FakeServer, call: Any) -> None:
-        """Otherwise their answers would come too late, and servers refuse each later call."""
+    def test_are_named_where_a_server_takes_no_message_behind_them(self, server: FakeServer, call: Any) -> None:
+        remedy = "call-1' of 'fail'): answer each with tool_result(), let"
         with AgentClient(base_url=server.url, model="small", store=None) as client:
             session = client.session("s")
             killed(session)
-            with pytest.raises(InvalidInputError, match=r"call-1' of 'fail'\): answer each with tool_result\(\), let"):
+            with pytest.raises(openai.BadRequestError) as refused:
                 call(session)
-            assert roles(session.messages) == ["user", "assistant"] and not server.chats
+            assert remedy in refused.value.__notes__[-1]
+            for new in (None, {"role": "tool", "tool_call_id": "call-0", "content": "3"}):
+                with pytest.raises(InvalidInputError, match=re.escape(remedy)):
+                    session.chat(new)  # it would let the model go on although a call is open
+            assert roles(session.messages) == ["user", "assistant"]
             session.tool_result("call-0", "3")
             assert session.chat({"role": "tool", "tool_call_id": "call-1", "content": "no paper"}).text
 

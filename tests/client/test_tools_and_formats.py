@@ -33,15 +33,15 @@ def test_a_tool_call_is_kept_and_answered(plain_server: FakeServer) -> None:
         assert reply.text == ""
         assert reply.finish_reason == "tool_calls"
         assert call.type == "function" and call.function.name == "run_tests"
-        with pytest.raises(InvalidInputError, match="tool calls without an answer"):
+        with pytest.raises(openai.BadRequestError, match="tool calls without an answer"):
             session.chat("And?", tools=[RUN])
         session.tool_result(call.id, "2 passed")
-        assert session.chat(tools=[RUN]).text == "answer 2"
+        assert session.chat(tools=[RUN]).text == "answer 3"
         assert session.messages == [
             {"role": "user", "content": "Fix it."},
             {"role": "assistant", "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "call-1", "content": "2 passed"},
-            {"role": "assistant", "content": "answer 2"},
+            {"role": "assistant", "content": "answer 3"},
         ]
     assert plain_server.chats[0].body["tools"] == [RUN]
     assert plain_server.chats[0].body["tool_choice"] == "auto"

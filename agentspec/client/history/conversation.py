@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from agentspec.client.history.erasure_list import ErasureList, ToErase
 from agentspec.client.history.reservation import Mark, Reservation, UndoneIfInterrupted, busy_error
 from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored, conflict_error
-from agentspec.client.history.tool_calls import calls_left_open, cancelled, open_calls_error, refuse_other_than_open
+from agentspec.client.history.tool_calls import calls_left_open, cancelled, open_calls_remedy, refuse_other_than_open
 from agentspec.errors import InvalidInputError, InvalidSessionError, StoreError
 from agentspec.identifiers import helpers_of
 
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 OnUnavailable: TypeAlias = Literal["raise", "empty"]
 """What to do if a session's stored messages cannot be read: raise the error, or start with an empty history."""
+_REFUSED = (400, 422)  # HTTP statuses of a request that a server does not take
 
 
 class Turn(NamedTuple):
@@ -253,18 +254,25 @@ class Conversation:
 
         ``Turn.commit`` stores ``new`` and the answer together. If the answer calls tools, the session then stays
         reserved for `keep_for` until `answer_calls(keep_for)`. Such a loop also answers the calls that nobody has
-        answered, as after a kill, as cancelled: no tool may run twice. Raises SessionBusyError during another call, and
-        InvalidInputError for other calls behind unanswered ones, and if there is nothing to send.
+        answered, as after a kill, as cancelled: no tool may run twice. In front of other messages it is the server that
+        takes or refuses such calls; its refusal gets the remedy as a note. Raises SessionBusyError during another call,
+        and InvalidInputError if there is nothing to send, or only answers to some of the calls.
         """
         with self.reserved(reservation):
-            if left := calls_left_open(self._messages(), new):
-                if keep_for is None:
-                    raise open_calls_error(self.id, left)
-                new = [*cancelled(left), *new]
+            left = calls_left_open(self._messages(), new)
+            if left and keep_for is not None:
+                new, left = [*cancelled(left), *new], {}
             sent = [*self._messages(), *new]
             if not sent:
                 raise InvalidInputError(f"content: session {self.id!r} is empty, so a first message is needed")
-            yield Turn(sent, lambda message: self._commit([*new, message], keep_for))
+            if left and all(message["role"] == "tool" for message in new):
+                raise InvalidInputError(f"content: {open_calls_remedy(self.id, left)}")
+            try:
+                yield Turn(sent, lambda message: self._commit([*new, message], keep_for))
+            except Exception as error:
+                if left and getattr(error, "status_code", None) in _REFUSED:
+                    error.add_note(f"agentspec: {open_calls_remedy(self.id, left)}")
+                raise
 
     @contextmanager
     def reserved(self, reservation: Reservation | None = None) -> Generator[None, None, None]:

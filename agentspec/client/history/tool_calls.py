@@ -35,14 +35,11 @@ def cancelled(calls: Iterable[object]) -> list[dict[str, Any]]:
     return [{"role": "tool", "tool_call_id": call, "content": CANCELLED} for call in calls]
 
 
-def open_calls_error(session: str, calls: Mapping[object, object]) -> InvalidInputError:
-    """Return the error for a message behind open calls, which most servers refuse. calls: as `calls_left_open` has it.
-
-    A session that took such a message could not be mended: an answer has to stand right behind its call.
-    """
-    return InvalidInputError(
-        f"content: session {session!r} has tool calls without an answer ({shown_calls(calls)}): answer each with"
-        " tool_result(), let run_tools() answer them as cancelled, or go on before them in a fork(at=-1)"
+def open_calls_remedy(session: str, calls: Mapping[object, object]) -> str:
+    """Return what to do about open calls, behind which many servers take no message. calls: of `calls_left_open`."""
+    return (
+        f"session {session!r} has tool calls without an answer ({shown_calls(calls)}): answer each with tool_result(),"
+        " let run_tools() answer them as cancelled, or go on before them in a fork(at=-1)"
     )
 
 
