@@ -45,7 +45,7 @@ def sessions(agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch
     """Return a function that calls ``agentspec sessions`` as the caller with a key."""
     monkeypatch.setenv("COLUMNS", "200")
 
-    def client(base_url: str, headers: dict[str, str], timeout: float) -> Any:
+    def client(base_url: str, headers: dict[str, str], timeout: float, **_: Any) -> Any:
         assert base_url.endswith("/v1/agentspec") and timeout > 10
         return TestClient(server.http.app, base_url=base_url, headers=headers)
 

@@ -53,7 +53,7 @@ def top(agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch) -> 
 def answer_calls(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     """Let this server answer the program's HTTP calls."""
 
-    def client(base_url: str, headers: dict[str, str], timeout: float) -> Any:
+    def client(base_url: str, headers: dict[str, str], timeout: float, **_: Any) -> Any:
         return TestClient(server.http.app, base_url=base_url, headers=headers)
 
     monkeypatch.setattr(httpx, "Client", client)

@@ -9,7 +9,7 @@ import pytest
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import AgentSpecError, SpeculatorError, StoreUnavailableError
 from agentspec.server_ext.settings import Settings, load_settings
-from agentspec.server_ext.vllm_adapter.startup import speculative_config
+from agentspec.server_ext.vllm_adapter.startup import conflicts
 from agentspec.server_ext.vllm_adapter.startup.draft_limit import LEAST_STATES, MOST_STATES, STATE_SHARE, _state_bytes
 from agentspec.server_ext.vllm_adapter.startup.speculative_config import describe, engine_options
 from tests.server_ext.vllm_configs import DENSE, HYBRID, MAMBA, engine_args
@@ -19,7 +19,7 @@ from tests.speculator.files import H, V, lstm, mlp
 @pytest.fixture(autouse=True)
 def _no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that this is no CPU, where models with recurrent states are refused."""
-    monkeypatch.setattr(speculative_config, "on_cpu", lambda: False)
+    monkeypatch.setattr(conflicts, "on_cpu", lambda: False)
 
 
 def draft_limit(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.vllm_adapter.startup import speculative_config
+from agentspec.server_ext.vllm_adapter.startup import conflicts
 from agentspec.server_ext.vllm_adapter.startup.speculative_config import engine_options
 from agentspec.server_ext.vllm_adapter.worker import cuda_graphs
 from agentspec.server_ext.vllm_adapter.worker.cuda_graphs import drafts_are_ragged
@@ -249,7 +249,7 @@ def test_sizes_that_the_user_chose_stay(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("patched")
 def test_models_with_states_keep_vllms_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculative_config, "on_cpu", lambda: False)
+    monkeypatch.setattr(conflicts, "on_cpu", lambda: False)
     engine = Engine(tmp_path, 4, HYBRID)
     assert not drafts_are_ragged(engine.config)
     assert engine.config.uniform_decode_query_len == engine.runner.uniform_decode_query_len == 5
