@@ -173,7 +173,7 @@ def test_an_export_may_take_minutes(sessions: Sessions, tmp_path: Path, monkeypa
     """The first byte of a session of 350,000 turns comes after two minutes."""
     client, waits = httpx.Client, list[float]()
 
-    def noted(base_url: str, headers: Any, timeout: float) -> Any:
+    def noted(base_url: str, headers: Any, timeout: float, **_: Any) -> Any:
         waits.append(timeout)
         return client(base_url=base_url, headers=headers, timeout=timeout)
 
