@@ -17,8 +17,8 @@ local log, sessions, usage, tombstones, doomed =
   tag .. 'log', tag .. 'sessions', tag .. 'usage', tag .. 'tombstones', tag .. 'doomed'
 -- While a cluster moves these keys to another node, this fails, before anything is written.
 redis.call('EXISTS', log, sessions, usage, tombstones, doomed)
-local used = redis.call('HMGET', usage, 'records', 'bytes', 'last', 'born')
-local all_records, all_bytes, newest, born = used[1] or 0, used[2] or 0, used[3], used[4]
+local used = redis.call('HMGET', usage, 'records', 'bytes', 'last', 'born', 'trimmed')
+local all_records, all_bytes, newest, born, trimmed = used[1] or 0, used[2] or 0, used[3], used[4], used[5]
 
 -- Adds to the sizes of the shard.
 local function count(records, bytes)
@@ -59,6 +59,15 @@ local function above(ms, seq, id)
   m, s = tonumber(m), tonumber(s)
   if m > ms or (m == ms and s >= seq) then return m, s + 1 end
   return ms, seq
+end
+
+-- Returns the id of the last entry that retention may have removed, 0-0 if it removed none. Older code did not note it:
+-- then any entry before the present oldest one may have gone that way.
+local function last_trimmed()
+  if trimmed then return trimmed end
+  local head = redis.call('XRANGE', log, '-', '+', 'COUNT', 1)[1]
+  if head then return head[1] == born and '0-0' or head[1] end
+  return newest or '0-0'
 end
 
 -- The entries of a session or group are a list of "id rest", in the order of their ids.
@@ -158,7 +167,7 @@ end
 redis.call('SET', none, '', 'XX')
 if ARGV[5] ~= '0' then redis.call('PEXPIRE', none, 1) end
 if ARGV[5] == '0' then redis.call('PERSIST', none) end
-redis.call('HSET', usage, 'last', last, 'born', born)
+redis.call('HSET', usage, 'last', last, 'born', born, 'trimmed', last_trimmed())
 for i = 10, #ARGV, 4 do
   -- What a session held before it expired or was evicted still counts if nobody has trimmed the log since.
   if redis.call('EXISTS', tag .. 's:' .. ARGV[i]) == 0 then forget(ARGV[i]) end
@@ -204,7 +213,7 @@ local removed = redis.call('LLEN', list)
 local marked = redis.call('HGET', tombstones, session)
 local ms, seq = next_id({})
 local id = string.format('%.0f-%.0f', ms, seq)
-redis.call('HSET', usage, 'last', id)
+redis.call('HSET', usage, 'last', id, 'trimmed', last_trimmed())  -- SWEEP may remove the oldest entry
 if removed > 0 then
   redis.call('SADD', doomed, tag .. 'd:' .. id)
   redis.call('RENAME', list, tag .. 'd:' .. id)
@@ -264,6 +273,7 @@ for _, entry in ipairs(redis.call('XRANGE', log, '-', ARGV[5], 'COUNT', ARGV[3])
   if bytes >= tonumber(ARGV[4]) then break end
   local id, fields = entry[1], fields_of(entry)
   local list = tag .. 's:' .. fields.s
+  redis.call('HSET', usage, 'trimmed', id)
   if fields.t then
     redis.call('HDEL', tombstones, fields.s)
   elseif id_of(redis.call('LINDEX', list, 0)) == id then

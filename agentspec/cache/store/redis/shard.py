@@ -143,11 +143,12 @@ class RedisShard:
         """Return the tombstones behind ``low`` by their sessions.
 
         Where there are many, the call reads the log behind ``low`` first, and goes back to all tombstones if the log is
-        longer.
+        longer, or may have been evicted.
         """
         key, found = f"{self.tag}tombstones", dict[str, Id]()
-        most = self._client.command("HLEN", key) // _COSTLIER
-        if low != START and most >= _ROWS:
+        held, rows = self._client.commands([("HLEN", key), self._oldest()])
+        most = held // _COSTLIER
+        if rows and parsed(rows[0][0]) <= low and most >= _ROWS:
             for read, one in enumerate(self._log(low, None)):
                 if read >= most:
                     break
@@ -167,7 +168,7 @@ class RedisShard:
             [
                 ("HMGET", f"{self.tag}tombstones", *names),
                 ("HMGET", f"{self.tag}sessions", *names),
-                ("XRANGE", f"{self.tag}log", "-", "+", "COUNT", 1),
+                self._oldest(),
             ]
         )
         # Behind the tombstone only newer entries are left. Retention removes it after all that is older.
@@ -193,13 +194,16 @@ class RedisShard:
     def history(self, low: Id) -> History:
         """Return how much the shard still has of all that came behind ``low``. "lost" if the shard began later."""
         # In this order: an entry that comes between the two answers must not look like the oldest that retention left.
-        commands = [("HMGET", f"{self.tag}usage", "born", "last"), ("XRANGE", f"{self.tag}log", "-", "+", "COUNT", 1)]
-        (began, ended), rows = self._client.commands(commands)
+        noted = ("HMGET", f"{self.tag}usage", "born", "last", "trimmed")
+        (began, ended, trimmed), rows = self._client.commands([noted, self._oldest()])
         born, last = (parsed(each) if each else START for each in (began, ended))
         if low == last:
             return "whole"
         if low != START and not born <= low < last:
             return "lost"
+        if trimmed is not None:
+            return "whole" if parsed(trimmed) <= low else "trimmed"
+        # Older code wrote the log, and did not note what retention removed.
         return "whole" if rows and parsed(rows[0][0]) <= max(low, born) else "trimmed"
 
     def session(self, session: str, low: Id, newest: int | None) -> Iterator[tuple[Id, Entry]]:
@@ -317,6 +321,10 @@ class RedisShard:
             if len(rows) < rows_at_once:
                 return
             at = _next(at)
+
+    def _oldest(self) -> tuple[str | int, ...]:
+        """Return the command that reads the log's oldest entry."""
+        return "XRANGE", f"{self.tag}log", "-", "+", "COUNT", 1
 
     def _run(self, script: str, arguments: Sequence[str | bytes | int], size: int = 0) -> Any:
         return self._client.run(script, [f"{self.tag}log"], arguments, size=size)

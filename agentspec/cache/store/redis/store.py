@@ -6,7 +6,8 @@ All keys of a namespace have one hash tag, so that a cluster keeps them on one n
     {prefix:namespace}:3:s:SESSION   list of "id payload"; ids as in the log
     {prefix:namespace}:3:g:GROUP     list of references: "id bytes session"
     {prefix:namespace}:3:sessions    hash, session: "entries bytes last-milliseconds"
-    {prefix:namespace}:3:usage       hash: records, bytes, last = id of the newest entry, born = first id of all
+    {prefix:namespace}:3:usage       hash: records, bytes, last = id of the newest entry, born = first id of all,
+                                     trimmed = id of the last entry that retention removed, 0-0: none
     {prefix:namespace}:3:tombstones  hash, session: id of its tombstone
     {prefix:namespace}:3:d:ID        entries of an erased session, still to be removed; the set :3:doomed has these keys
     {prefix:namespace}:3:w:WRITER    number and first id of the last batch that this writer has appended; expires
