@@ -360,8 +360,8 @@ def test_what_retention_took_in_a_part_of_the_store_that_was_away_may_have_been_
     process.busy = set()
     wait_until(lambda: process.forgotten)
     process.store.append(NS, [entry_of(turn("stays", 2))])
-    process.wait(delivered=2)
-    assert process.forgotten == ["t"] and process.numbers() == [7, 2] and not process.follower.outdated
+    process.wait(delivered=3)
+    assert process.forgotten == ["t"] and process.numbers() == [7, 1, 2] and not process.follower.outdated
 
 
 def test_a_part_that_is_away_after_a_long_round_holds_up_no_log_of_the_others(

@@ -87,7 +87,7 @@ class Follower:
         self._refused: set[str] = set()  # logs that the store refuses to read
         self._unerased: set[str] = set()  # logs with a tombstone that could not be applied here
         self._lost = LostErasures(store, self.own, self._alone, erase_again)
-        self._gaps = LogGaps(store, self._alone, self._forget)
+        self._gaps = LogGaps(store, self._alone, self._forget, self._look_ahead)
         self._counts = FollowerStats()
         self._alive = self._asked = time.monotonic()
         self._closed = False
@@ -257,7 +257,7 @@ class Follower:
             share = (begun + _READ_SECONDS - now) / (len(to_read) - place)
             with self._alone(name, log):
                 if name in found and not ((place == 0 or share > 0) and self._read(name, log, now + share)):
-                    self._look_ahead(name, log)
+                    log.tombstones_applied_to = max(log.tombstones_applied_to, self._look_ahead(name, log))
                     behind += 1
                 log.checked_at = now
                 self._refused.discard(name)
@@ -318,12 +318,12 @@ class Follower:
         log.forget_oldest_erasures(_MAX_ERASED)  # only now: up to the log's end any tombstone may come again
         return True
 
-    def _look_ahead(self, namespace: str, log: FollowedLog) -> None:
-        """Apply the tombstones of a log whose records have to wait."""
+    def _look_ahead(self, namespace: str, log: FollowedLog) -> str:
+        """Apply the tombstones of a log before its records are read. Returns the end up to which they were applied."""
         end = self._store.newest(namespace)
         for session, cursor in self._store.tombstones(namespace, after=log.tombstones_applied_to).items():
             self._apply(namespace, log, session, cursor)
-        log.tombstones_applied_to = max(log.tombstones_applied_to, end)
+        return end
 
     def _apply(self, namespace: str, log: FollowedLog, session: str, cursor: str) -> None:
         """Apply a tombstone unless it was applied before."""

@@ -1,0 +1,131 @@
+"""Test what the follower does where retention may have removed entries that it had not read."""
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+
+from agentspec.cache.store import NewEntry, Retention, open_store
+from agentspec.cache.store.background.followed import FollowedLog
+from agentspec.cache.store.background.gaps import LogGaps
+from agentspec.errors import StoreUnavailableError
+from agentspec.testing.redis_server import RedisServer
+from tests.store.followed_process import LIFE_SECONDS, OTHER, Process
+from tests.store.helpers import NS, FlakyStore, entry_of, turn, wait_until
+
+
+def own_turn(session: str, number: int) -> NewEntry:
+    return entry_of(turn(session, number, writer=OTHER))
+
+
+@pytest.mark.parametrize("shards", (1, 4))
+def test_an_erasure_of_all_that_a_quiet_redis_log_held_is_applied(
+    server: RedisServer, shards: int, monkeypatch: pytest.MonkeyPatch, patience: None
+) -> None:
+    """Retention removed nothing: the follower must not skip the tombstone, nor forget the tenant."""
+    url = f"{server.url}?shards={shards}&prefix=quiet-{shards}"
+    with closing(open_store(url)) as mine, closing(open_store(url)) as theirs:
+        wait, erased = mine.wait, threading.Event()
+        erased.set()
+
+        def wait_for_the_whole_erasure(cursors: Mapping[str, str], timeout: float) -> list[str]:
+            found = wait(cursors, timeout)
+            assert erased.wait(60)
+            return found
+
+        monkeypatch.setattr(mine, "wait", wait_for_the_whole_erasure)
+        process = Process(cast(FlakyStore, mine), number=8)
+        try:
+            process.begin(NS, "t")
+            mine.append(NS, [own_turn("s", 7)])
+            process.wait(skipped=1)
+            time.sleep(1.1)  # longer than LIFE_SECONDS
+            erased.clear()
+            theirs.erase_session(NS, "s")
+            erased.set()
+            wait_until(lambda: process.erased or process.forgotten)
+            assert (process.erased, process.forgotten) == ([("t", "s")], [])
+            mine.append(NS, [own_turn("s", 7)])  # it was on its way
+            wait_until(lambda: process.erased_again == [("t", "s")])
+        finally:
+            process.follower.close()
+
+
+def test_tombstones_behind_a_gap_are_applied_before_the_log_is_left(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of this process that came behind them are erased again."""
+    monkeypatch.setattr(LIFE_SECONDS, 0.5)
+    hidden, wait = {NS}, process.store.wait
+    monkeypatch.setattr(
+        process.store, "wait", lambda cursors, timeout: [name for name in wait(cursors, 0.05) if name not in hidden]
+    )
+    process.begin(NS, "t")
+    process.begin("other", "u")
+    process.number, process.busy = 8, {"t"}
+    process.store.append(NS, [entry_of(turn("goes", 1))])
+    process.store.erase_session(NS, "s")
+    process.store.append(NS, [own_turn("s", 7)])
+    assert process.store.trim(Retention(records=2)).records == 1
+    place = process.follower.places()[NS]
+    time.sleep(0.6)
+    hidden.clear()
+    wait_until(lambda: process.erased)
+    wait_until(lambda: process.follower.outdated == {"t"})
+    time.sleep(0.2)
+    assert (process.erased, process.forgotten) == ([("t", "s")], [])
+    assert process.follower.places()[NS] == place, "a snapshot of now may hold text from before a lost tombstone"
+    process.busy = set()
+    wait_until(lambda: process.erased_again)
+    assert (process.erased, process.forgotten, process.erased_again) == ([("t", "s")], ["t"], [("t", "s")])
+    assert not process.follower.outdated and process.follower.places()[NS] > place
+
+
+class Looks:
+    """Look for gaps in two logs, of which the second lies on a node of its own."""
+
+    def __init__(self) -> None:
+        self.logs = {name: FollowedLog(f"tenant of {name}", "1", "1") for name in ("here", "there")}
+        self.histories: dict[str, str | Exception] = {"here": "whole", "there": "whole"}
+        self.asked: list[str] = []
+        store = Mock(newest=lambda name: "9", part=lambda name: name, history=self.history)
+        self.busy = True
+        self.gaps = LogGaps(
+            store, lambda name, log: nullcontext(), lambda name, log: not self.busy, lambda name, log: "9"
+        )
+
+    def history(self, name: str, after: str) -> Any:
+        self.asked.append(name)
+        answer = self.histories[name]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_a_gap_is_known_while_its_node_is_away() -> None:
+    looks = Looks()
+    looks.histories["there"] = "trimmed"
+    assert not looks.gaps.leave(looks.logs, {"there"})
+    looks.histories["there"] = StoreUnavailableError("away")
+    assert looks.gaps.leave(looks.logs, set()), "the other logs can be read"
+    assert looks.gaps.outdated == {"tenant of there"}
+    del looks.logs["there"]
+    assert looks.gaps.leave(looks.logs, set()) and not looks.gaps.outdated
+
+
+def test_a_quiet_log_is_looked_at_again_when_its_node_may_be_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks()
+    looks.histories["there"] = StoreUnavailableError("away")
+    for names in ({"here", "there"}, set[str](), set[str]()):
+        assert looks.gaps.leave(looks.logs, names)
+    assert sorted(looks.asked) == ["here", "there"], "a node that is away holds up the others"
+    looks.histories["there"] = "trimmed"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 6.0)
+    assert not looks.gaps.leave(looks.logs, set())
+    looks.busy = False
+    assert looks.gaps.leave(looks.logs, set()) and not looks.gaps.unsure
