@@ -305,9 +305,9 @@ class Session(SessionBase, Loops):
         """Return a new session that starts with a copy of this one's messages, and is a child of it.
 
         at: number of turns to copy; None: all; -1: all but the last. A turn begins with a user's message. Without an id
-        the new session is kept in memory only. If tools of run_tools() are running, their calls count as cancelled in
-        the new session. Raises InvalidSessionError if the session `new_id` already has messages,
-        and InvalidInputError if the session has fewer turns.
+        the new session is kept in memory only. If tools of run_tools() are running, their calls are answered as not
+        known in the new session. Raises InvalidSessionError if the session `new_id` already has messages, and
+        InvalidInputError if the session has fewer turns.
         """
         self.load()
         other = self._client.session(new_id)

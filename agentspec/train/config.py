@@ -50,10 +50,13 @@ class Section(BaseModel):
 
 def _of_the_target(given: Any) -> Any:
     """Refuse what decides which model the target is, as its hidden states would be those of another one."""
-    for name in ("revision", "hf_overrides"):
-        if isinstance(given, dict) and name in given:
+    if not isinstance(given, dict):
+        return given
+    names = ("revision", "hf_overrides")
+    for name in names:
+        if given.get(name):
             raise ValueError(f"{name}: write it as model.{name}, with which the target is loaded, too")
-    return given
+    return {name: value for name, value in given.items() if name not in names}
 
 
 class RecordsSource(Section):

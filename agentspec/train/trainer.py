@@ -214,7 +214,10 @@ def _saved(config: TrainingConfig, **options: Any) -> dict[str, Any] | None:
 
 def _settings(config: TrainingConfig) -> str:
     """Return a digest of the settings that a checkpoint must share with a run: all but those of data and folders."""
-    settings = config.model_dump(mode="json", exclude={"checkpoint", "data"})
+    without: dict[str, Any] = {"checkpoint": True, "data": True, "model": {"revision", "hf_overrides"}}
+    settings = config.model_dump(mode="json", exclude=without)
+    if config.model.variant:  # otherwise as before there were these fields, so that such trainings go on
+        settings["variant"] = config.model.variant
     return hashlib.sha256(repr(settings).encode()).hexdigest()
 
 

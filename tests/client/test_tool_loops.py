@@ -177,7 +177,7 @@ def killed(session: Any) -> None:
 class TestCallsWithoutAnAnswer:
     @pytest.mark.parametrize("task", ["go on", None])
     @pytest.mark.parametrize("answered", [False, True])
-    def test_are_cancelled_by_the_next_loop(self, server: FakeServer, task: str | None, answered: bool) -> None:
+    def test_are_answered_by_the_next_loop(self, server: FakeServer, task: str | None, answered: bool) -> None:
         with AgentClient(base_url=server.url, model="small", store=None) as client:
             session = client.session("s")
             killed(session)
@@ -186,11 +186,11 @@ class TestCallsWithoutAnAnswer:
             server.answers = [calls(("add", '{"a": 3}')), {"content": "done"}]
             assert session.run_tools(task, [add]).text == "done"
             said = [message["content"] for message in session.messages if message["role"] == "tool"]
-            cancelled = "error: cancelled before it ended"
-            assert said == ["3" if answered else cancelled, cancelled, "4"]
+            unknown = "error: no answer is known; the tool may have run"
+            assert said == ["3" if answered else unknown, unknown, "4"]
             assert session.chat("go on").text
 
-    async def test_are_cancelled_in_asyncio(self, server: FakeServer) -> None:
+    async def test_are_answered_in_asyncio(self, server: FakeServer) -> None:
         async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
             session = client.session("s")
             killed(session)
@@ -236,7 +236,7 @@ class TestCallsWithoutAnAnswer:
             with pytest.raises(openai.BadRequestError):
                 session.chat("go on")
 
-    def test_are_cancelled_in_a_fork_that_their_tool_makes(self, server: FakeServer) -> None:
+    def test_are_answered_in_a_fork_that_their_tool_makes(self, server: FakeServer) -> None:
         def ask() -> str:
             fork = session.fork()
             assert session.fork(at=-1).messages == []

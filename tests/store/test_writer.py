@@ -14,7 +14,7 @@ from agentspec.cache.store import (
     decode,
 )
 from agentspec.errors import StoreError, StoreUnavailableError
-from tests.store.helpers import NS, FlakyStore, turn, unwritable, wait_until
+from tests.store.helpers import NS, FlakyStore, number_of, turn, unwritable, wait_until
 
 from .flaky import quick, refuse, store, stored
 
@@ -116,6 +116,11 @@ def test_the_queue_is_bounded_in_bytes_too(store: FlakyStore) -> None:
         writer.put(NS, turn("s", number, prompt=1_000_000))  # larger than all of it: the first waits beside the others
         after = writer.stats()
         assert (after.queued, after.dropped) == (stats.queued + 1, stats.dropped + number - 100)
+    for number in range(200):
+        writer.put(NS, turn("t", number, prompt=1000))
+    assert [number_of(record) for record in writer.waiting("s")] == [100], (
+        "what waits beside the others is not dropped to make room for them"
+    )
     writer.close(0)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from agentspec.client.history.erasure_list import ErasureList, ToErase
 from agentspec.client.history.reservation import Mark, Reservation, UndoneIfInterrupted, busy_error
 from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored, conflict_error
-from agentspec.client.history.tool_calls import calls_left_open, cancelled, open_calls_remedy, refuse_other_than_open
+from agentspec.client.history.tool_calls import calls_left_open, given_up, open_calls_remedy, refuse_other_than_open
 from agentspec.errors import InvalidInputError, InvalidSessionError, StoreError
 from agentspec.identifiers import helpers_of
 
@@ -231,7 +231,7 @@ class Conversation:
             history = _first_turns(history, turns)
             next_position = history[-1].position + 1 if history else 0
         if holder is not None and holder.tools_run:  # the answers of the tools that run reach only this session
-            for answer in cancelled(calls_left_open([message for _, message in history])):
+            for answer in given_up(calls_left_open([message for _, message in history])):
                 history.append(Said(next_position, answer))
                 next_position += 1
         with other._guard:
@@ -254,14 +254,14 @@ class Conversation:
 
         ``Turn.commit`` stores ``new`` and the answer together. If the answer calls tools, the session then stays
         reserved for `keep_for` until `answer_calls(keep_for)`. Such a loop also answers the calls that nobody has
-        answered, as after a kill, as cancelled: no tool may run twice. In front of other messages it is the server that
+        answered, as after a kill, as not known: no tool may run twice. In front of other messages it is the server that
         takes or refuses such calls; its refusal gets the remedy as a note. Raises SessionBusyError during another call,
         and InvalidInputError if there is nothing to send, or only answers to some of the calls.
         """
         with self.reserved(reservation):
             left = calls_left_open(self._messages(), new)
             if left and keep_for is not None:
-                new, left = [*cancelled(left), *new], {}
+                new, left = [*given_up(left), *new], {}
             sent = [*self._messages(), *new]
             if not sent:
                 raise InvalidInputError(f"content: session {self.id!r} is empty, so a first message is needed")

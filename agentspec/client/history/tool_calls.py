@@ -11,6 +11,8 @@ from agentspec.errors import InvalidInputError
 
 CANCELLED = "error: cancelled before it ended"
 """Answer to a call whose tool did not end."""
+_UNKNOWN = "error: no answer is known; the tool may have run"
+"""Answer to a call of another process, which was killed while its tools ran, or still runs them."""
 
 
 def calls_left_open(
@@ -30,16 +32,16 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
     return bool(message["role"] == "tool")
 
 
-def cancelled(calls: Iterable[object]) -> list[dict[str, Any]]:
-    """Return messages that answer the calls with these ids as cancelled."""
-    return [{"role": "tool", "tool_call_id": call, "content": CANCELLED} for call in calls]
+def given_up(calls: Iterable[object]) -> list[dict[str, Any]]:
+    """Return messages that answer the calls with these ids, whose tools' answers nobody will see here."""
+    return [{"role": "tool", "tool_call_id": call, "content": _UNKNOWN} for call in calls]
 
 
 def open_calls_remedy(session: str, calls: Mapping[object, object]) -> str:
     """Return what to do about open calls, behind which many servers take no message. calls: of `calls_left_open`."""
     return (
         f"session {session!r} has tool calls without an answer ({shown_calls(calls)}): answer each with tool_result(),"
-        " let run_tools() answer them as cancelled, or go on before them in a fork(at=-1)"
+        " let run_tools() answer them as not known, or go on before them in a fork(at=-1)"
     )
 
 

@@ -82,7 +82,7 @@ class Loops:
         tools: functions; their names, docstrings and annotated parameters describe them to the model. `at_once` of the
         calls in one answer run at a time. The model is told if a tool raises an error or its arguments do not fit. Each
         tool call in the session gets an answer, also if the loop is cancelled. Calls that the session has without an
-        answer, as after a kill, are answered as cancelled, so that no tool runs twice; the model may call again. While
+        answer, as after a kill, are answered as not known, so that no tool runs twice; the model may call again. While
         tools run, the session takes no other call and no message.
         """
         account = Account(budget, on_progress, response_format, options)

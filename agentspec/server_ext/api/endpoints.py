@@ -81,7 +81,7 @@ def _without_session(record: logging.LogRecord) -> bool:
     """Cut a session's id and the query, which tell whose text it is, off a path that is logged. Return True."""
     if isinstance(record.args, tuple) and len(record.args) > _PATH:
         before, route, rest = str(record.args[_PATH]).partition(_SESSIONS)
-        if rest.startswith("/") or "prefix=" in rest:
+        if rest[:1] in ("/", "?"):
             record.args = (*record.args[:_PATH], f"{before}{route}{rest[0]}…", *record.args[_PATH + 1 :])
     return True
 

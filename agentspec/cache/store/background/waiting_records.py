@@ -16,6 +16,7 @@ A waiting record goes to ``erased`` if its session is erased. A record in flight
 was not begun yet. If the append succeeds, the record lies in front of the tombstone.
 """
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Collection
@@ -205,8 +206,8 @@ class WaitingRecords:
     def _shorten(self) -> None:
         """Drop the oldest records beyond the limits. Records in flight stay: they alone never exceed the limits."""
         dropped = self.counts.dropped
-        while self._bytes_in_limit() > self._max_bytes or len(self) > self._max_entries:
-            self._drop_oldest()
+        while (too_much := self._bytes_in_limit() > self._max_bytes) or len(self) > self._max_entries:
+            self._drop_oldest(but=self._too_large if too_much else None)  # which is not in the limit
         if self.counts.dropped > dropped and not self._overflowing:
             self._overflowing = True
             logger.warning("agentspec: the store's queue is full; its oldest records are dropped and counted")
@@ -221,17 +222,23 @@ class WaitingRecords:
             self._overflowing = True
             logger.warning(
                 "agentspec: a record of %d bytes is dropped and counted, because another one that is larger than the"
-                " store's queue of %d bytes still waits; raise max_bytes",
+                " store's queue of %d bytes still waits",
                 item.size,
                 self._max_bytes,
             )
 
-    def _drop_oldest(self) -> None:
+    def _drop_oldest(self, but: QueuedRecord | None = None) -> None:
+        """Drop the oldest record that is not in flight. but: one to keep if another one waits in the queue."""
         aside = self.aside.oldest()
-        if aside is None or (self._queue and self._queue[0].number < aside):
-            item = self._queue.popleft()
-        else:
+        others = (item for item in itertools.islice(self._queue, 2) if item is not but)
+        oldest = next(others, None)
+        if oldest is not None and (aside is None or oldest.number < aside or (but and but.number == aside)):
+            item = oldest
+            self._queue.remove(oldest)
+        elif aside is not None:
             item = self.aside.drop_oldest()
+        else:
+            item = self._queue.popleft()
         self._leave([item])
         self.counts.dropped += 1
 

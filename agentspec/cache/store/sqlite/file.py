@@ -316,7 +316,7 @@ def create_schema(connection: sqlite3.Connection, path: Path) -> None:
     _add(connection, "logs", _LOGS)
     (records,) = connection.execute("SELECT total(records) FROM logs").fetchone()
     if records <= _MOST_INDEXED:
-        with suppress(sqlite3.OperationalError):  # on a full disk, for example
+        with suppress(sqlite3.DatabaseError):  # as on a full disk, or behind a damaged page; it only makes lists faster
             _add(connection, _SESSIONS, (_SESSIONS_INDEX, "DROP INDEX IF EXISTS entries_by_session"))
 
 

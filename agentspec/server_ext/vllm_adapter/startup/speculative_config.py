@@ -223,6 +223,7 @@ def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -
         from agentspec.server_ext.speculator.checkpoint import drafted_tokens
 
         limit = settings.speculator_tokens or drafted_tokens(settings.speculator)
+        limit = min(limit, settings.max_draft or limit)
     else:
         limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
     limit = max(limit, settings.speculator_tokens or 1)
