@@ -58,7 +58,7 @@ class DraftingEngine:
 
     persistence: moves turns between the store and the cache to draft from (`make_cache`). limits: those on drafts.
     snapshot: file that keeps indexes and prices over a restart, read in a thread from now on; None: there is none.
-    tokenize: returns the tokens of a public text.
+    tokenize: returns the tokens of a public text. machine: what decides how long steps take (`StepCost.machine`).
     """
 
     def __init__(
@@ -68,12 +68,14 @@ class DraftingEngine:
         limits: EngineLimits | None = None,
         snapshot: Path | None = None,
         tokenize: Tokenize | None = None,
+        machine: str = "",
     ) -> None:
         self.settings = settings
         shares = MemoryShares.of(settings.max_bytes, settings.store)
         self.metrics = Metrics(shares.figures // 2)
         self.cache = persistence.cache
         self.pricing = StepPricing(settings.verify_cost, settings.step_draft_tokens, limits, settings.longest_step)
+        self.pricing.cost.machine = machine
         self.fusion = DraftFusion(
             self.cache,
             partial(self.metrics.count_error, "model"),

@@ -244,6 +244,16 @@ def test_drafts_gain_from_the_first_steps_of_a_large_batch_on() -> None:
     assert tokens_per_second(machine(), 64, None, first) > 1.06 * tokens_per_second(machine(), 64, 10.0, first)
 
 
+def test_prices_of_another_device_or_of_other_options_are_not_taken_over() -> None:
+    before, same, other = StepCost(), StepCost(), StepCost()
+    before.machine = same.machine = "GPU, graphs"
+    other.machine = "GPU, eager"
+    Machine(0.0004).run(before, 300, rows=4)
+    for cost in (same, other):
+        cost.restore(before.dump())
+    assert same.at(4).cost == before.at(4).cost != other.at(4).cost == StepCost().at(4).cost
+
+
 def test_the_first_step_of_each_size_does_not_count_in_a_restarted_process_either() -> None:
     """Memory and kernels are new in a restarted process, although the sizes are known."""
     before, restarted = StepCost(), []

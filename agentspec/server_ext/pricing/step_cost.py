@@ -84,6 +84,8 @@ class StepCost:
     def __init__(self, given: float | None = None, longest_step: float | None = LONGEST_STEP) -> None:
         self.given = given
         self._longest_step = longest_step
+        self.machine = ""
+        """the device and the engine's options that decide how long steps take; prices of others are not taken over"""
         self.version = 0
         """number that changes whenever the prices may have changed"""
         self._row_times: dict[int, RowTimes] = {}  # by number of rows (`_bucket`)
@@ -184,15 +186,18 @@ class StepCost:
     def dump(self) -> bytes:
         """Return the measurements, for ``restore`` in another process on the same machine. Any thread may call it."""
         row_times = {rows: times.dump() for rows, times in dict(self._row_times).items()}
-        return json.dumps({"steps": self._steps, "batches": row_times}).encode()
+        return json.dumps({"machine": self.machine, "steps": self._steps, "batches": row_times}).encode()
 
     def restore(self, dumped: bytes) -> None:
-        """Take over what another process measured. Logs and ignores anything that is not from ``dump``.
+        """Take over what another process measured on this ``machine``. Logs and ignores what is not from ``dump``.
 
         The largest step is not taken over, because the memory and the kernels of each size are new in this process.
         """
         try:
             found = json.loads(dumped or b"{}")
+            if found and found.get("machine", "") != self.machine:
+                logger.info("agentspec: the saved prices of verification are not used: measured with other options")
+                return
             row_times = {
                 int(rows): RowTimes.restored(int(rows), kept) for rows, kept in found.get("batches", {}).items()
             }

@@ -1,6 +1,7 @@
 """Build the drafting engine of a served model: its suffix cache, its store, its snapshot and its tokenizer."""
 
 import functools
+import json
 from typing import Any, cast
 
 from agentspec.cache.store import LogNames, open_store, snapshot_path
@@ -27,7 +28,28 @@ def build_engine(vllm_config: Any, settings: Settings, max_draft: int, limits: E
     number = vllm_config.parallel_config.data_parallel_index
     snapshot = snapshot_path(settings.store, logs.of(settings.tenant), number)
     tokenize = served_tokenizer(vllm_config.model_config)
-    return DraftingEngine(settings, persistence, limits, snapshot, tokenize)
+    return DraftingEngine(settings, persistence, limits, snapshot, tokenize, step_options(vllm_config))
+
+
+def step_options(vllm_config: Any) -> str:
+    """Return the device and the options that decide how long steps take, as JSON."""
+    from vllm.platforms import current_platform
+
+    model, parallel, compilation = vllm_config.model_config, vllm_config.parallel_config, vllm_config.compilation_config
+    options = {
+        "device": current_platform.get_device_name(),
+        "model": model.model,
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "cache": vllm_config.cache_config.cache_dtype,
+        "eager": model.enforce_eager,
+        "graphs": compilation.cudagraph_mode,
+        "compiled": compilation.mode,
+        "tensor": parallel.tensor_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": parallel.data_parallel_size,
+    }
+    return json.dumps({name: str(option) for name, option in options.items()})
 
 
 def served_tokenizer(model_config: Any) -> Tokenize | None:
