@@ -55,10 +55,10 @@ class Translation:
 
 def is_known(config: Mapping[str, Any]) -> bool:
     """Return whether `translate` is for this speculative config."""
-    return _method(config) in METHODS
+    return named_method(config) in METHODS
 
 
-def _method(config: Mapping[str, Any]) -> Any:
+def named_method(config: Mapping[str, Any]) -> Any:
     """Return the method; as in ArcticInference, suffix decoding without a method and a model is method "suffix"."""
     alone = config.get("model") is None and config.get("enable_suffix_decoding") is True
     return config.get("method") or ("suffix" if alone else None)
@@ -88,7 +88,7 @@ def translate(config: Mapping[str, Any], max_draft: int | None = None) -> Transl
 
     Raises ConfigurationError that names the key.
     """
-    method = _method(config)
+    method = named_method(config)
     if method not in METHODS:
         raise ConfigurationError(f"speculative method {method!r}: agentspec knows {', '.join(METHODS)}")
     unknown = sorted(set(config) - _KNOWN)

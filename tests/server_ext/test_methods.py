@@ -357,6 +357,7 @@ class TestSwitch:
             {"method": "deepseek_mtp"},
             {"model": "heads/eagle3", "num-speculative-tokens": 3},
             {"method": "arctic", "model": "a/speculator"},
+            {"enable_suffix_decoding": True, "suffix_cache_max_depth": 48},
         ],
     )
     def test_a_drafter_that_somebody_chose_stays(self, config: dict[str, Any]) -> None:

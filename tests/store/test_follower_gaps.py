@@ -94,9 +94,12 @@ class Looks:
         self.asked: list[str] = []
         store = Mock(newest=lambda name: "9", part=lambda name: name, history=self.history)
         self.busy = True
-        self.gaps = LogGaps(
-            store, lambda name, log: nullcontext(), lambda name, log: not self.busy, lambda name, log: "9"
-        )
+        self.ahead: list[str] = []
+        self.gaps = LogGaps(store, lambda name, log: nullcontext(), lambda name, log: not self.busy, self.look_ahead)
+
+    def look_ahead(self, name: str, log: FollowedLog) -> str:
+        self.ahead.append(name)
+        return "9"
 
     def history(self, name: str, after: str) -> Any:
         self.asked.append(name)
@@ -115,6 +118,33 @@ def test_a_gap_is_known_while_its_node_is_away() -> None:
     assert looks.gaps.outdated == {"tenant of there"}
     del looks.logs["there"]
     assert looks.gaps.leave(looks.logs, set()) and not looks.gaps.outdated
+
+
+def test_tombstones_in_front_of_a_gap_are_read_once_while_its_tenant_is_busy() -> None:
+    """The tenant may be busy with one long response, and have many tombstones."""
+    looks = Looks()
+    looks.histories["there"] = "trimmed"
+    for _ in range(5):
+        assert not looks.gaps.leave(looks.logs, {"there"})
+    assert looks.ahead == ["there"]
+    looks.busy = False
+    assert looks.gaps.leave(looks.logs, set()) and looks.ahead == ["there", "there"]
+    assert looks.logs["there"].tombstones_applied_to == "9"
+
+
+def test_a_log_that_was_evicted_tells_its_tombstones_all_the_same() -> None:
+    looks = Looks()
+    looks.histories["there"] = "lost"
+    assert looks.gaps.leave(looks.logs, {"there"}) and looks.ahead == ["there"]
+
+
+def test_a_node_that_is_away_is_not_asked_each_time_for_the_sake_of_a_refused_log() -> None:
+    looks = Looks()
+    looks.histories["there"] = StoreUnavailableError("away")
+    for _ in range(5):
+        assert looks.gaps.leave(looks.logs, {"there"})
+    assert looks.asked == ["there"]
+    assert looks.gaps.leave(looks.logs, set(), {"there"}) and looks.asked == ["there", "there"]
 
 
 def test_a_quiet_log_is_looked_at_again_when_its_node_may_be_back(monkeypatch: pytest.MonkeyPatch) -> None:

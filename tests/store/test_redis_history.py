@@ -83,6 +83,8 @@ def test_tombstones_of_a_log_that_was_evicted_are_found(server: RedisServer, mon
     marks = [store.erase_session(NS, f"s{number}").tombstone for number in range(40)]
     raw(store).delete(f"{store._shards(NS)[0].tag}log")
     assert list(store.tombstones(NS, after=marks[37])) == ["s38", "s39"]
+    assert store.history(NS, str(marks[37])) == "trimmed", "a read would tell none of them"
     store.erase_session(NS, "s0")
     assert list(store.tombstones(NS, after=marks[37])) == ["s38", "s39", "s0"]
+    assert store.history(NS, str(marks[37])) == "trimmed"
     store.close()

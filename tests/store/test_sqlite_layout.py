@@ -146,6 +146,24 @@ def test_a_large_file_of_an_earlier_release_is_used_as_it_is(tmp_path: Path, mon
         assert [usage.records for usage in store.sessions(NS)] == [3]
 
 
+def test_an_older_file_with_a_damaged_page_is_used_as_it_is(tmp_path: Path) -> None:
+    """The index for lists, which is made at the opening, reads all pages. Most sessions can be read all the same."""
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        store.append(NS, [NewEntry(f"session-{number:<90}", b"x") for number in range(2000)])
+    make_older(path)
+    with closing(sqlite3.connect(path)) as file:
+        file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        (page_size,) = file.execute("PRAGMA page_size").fetchone()
+    pages = path.read_bytes()
+    at = next(n for n in range(2, len(pages) // page_size) if b"session-1000" in pages[n * page_size :][:page_size])
+    with path.open("r+b") as broken:
+        broken.seek(at * page_size)
+        broken.write(bytes(page_size))
+    with closing(SQLiteStore(path)) as store:
+        assert list(store.read(NS, session=f"session-{7:<90}"))
+
+
 def test_an_older_file_that_others_write_to_or_that_cannot_grow_is_used_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

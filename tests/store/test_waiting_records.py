@@ -25,6 +25,19 @@ def test_of_what_waits_for_several_parts_the_oldest_is_dropped_first() -> None:
     assert (records.counts.dropped, records.oldest()) == (1, newer.number)
 
 
+def test_new_records_are_not_dropped_for_the_sake_of_a_large_one_that_waits_for_another_log() -> None:
+    records = WaitingRecords(10 * SIZE, 64, 64)
+    large = turn("s", 0, prompt=2000)
+    assert large.size > 10 * SIZE
+    records.put("refused", large)
+    for number in range(1, 9):
+        records.put("refused", turn("s", number))
+    records.set_aside(RefusedLog("refused"), records.take_batch())
+    for number in range(9, 17):
+        records.put("log", turn("s", number))
+    assert {number_of(item.record) for item in records.all()} >= set(range(9, 17))
+
+
 def test_an_append_to_a_part_that_is_still_away_is_sent_again_as_it_was() -> None:
     """If only its answer was lost, the store must recognise it."""
     records = WaitingRecords(1 << 30, 64, 64)

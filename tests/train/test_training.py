@@ -208,13 +208,12 @@ def test_a_second_signal_does_not_wait_for_the_step(settings: dict[str, Any], mo
 
 def test_trainings_of_earlier_checkouts_go_on(tmp_path: Path) -> None:
     """Fields that are new and not used count neither in a checkpoint's settings nor for the cache of its data."""
-    (tmp_path / "log.db").touch()
     model: dict[str, Any] = {"name_or_path": "org/m", "speculator_width": 8, "proj_dim": 8, "emb_dim": 8}
-    source: dict[str, Any] = {"type": "store", "url": f"sqlite:///{tmp_path / 'log.db'}"}
+    source: dict[str, Any] = {"type": "store", "url": "redis://localhost"}
     data = {"sources": [source | {"revision": None}], "cache_dir": str(tmp_path)}
     given: dict[str, Any] = {"data": data, "checkpoint": {"output_dir": "out"}, "train_iters": 3}
     config = TrainingConfig.model_validate({"model": model, **given})
-    assert trainer._settings(config).startswith("f7778759990f23a5")
+    assert trainer._settings(config).startswith("f7778759990f23a5") and folder_of(config).name == "fcf7c97295958182"
     other_source = source | {"revision": "r"}
     other = TrainingConfig.model_validate({"model": model | {"revision": "r"}, **given})
     assert trainer._settings(other) != trainer._settings(config) and folder_of(other) != folder_of(config)

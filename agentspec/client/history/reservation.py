@@ -47,7 +47,7 @@ class UndoneIfInterrupted:
 
 def busy_error(session: str, holder: Reservation, messages: Sequence[Mapping[str, Any]]) -> SessionBusyError:
     """Return the error for a call of a session that another call holds."""
-    if holder.tools_run:  # a fork would have their calls as cancelled
+    if holder.tools_run:  # a fork has their calls answered as not known
         return SessionBusyError(
             f"session {session!r} has tool calls without an answer ({shown_calls(tool_calls_in(messages)[1])}), and its"
             " tools are running: let run_tools() end first, or go on before them in a fork(at=-1)"

@@ -145,13 +145,13 @@ class SnapshotKeeper:
             places = {} if self._erasures is None else self._erasures.places()
             note = json.dumps(places).encode() + b"\n" + self._note()
             self._cache.save(self._path, identity=self._identity, note=note)
+            if self._erasures is not None:
+                self._erasures.note_saved()
             with self._wake:
                 if discards != self._discards:  # erased between the core's last look and the renaming
                     self._path.unlink(missing_ok=True)
                     return False
                 self._saved_state = state
-            if self._erasures is not None:
-                self._erasures.note_saved()
         except Exception as error:
             self._counts["errors"] += 1
             if not self._failing:

@@ -248,7 +248,7 @@ class Follower:
         begun = time.monotonic()
         # A part of the store may have been away while the others were followed.
         unsure = {name for name in found if begun - logs[name].checked_at >= LIFE_SECONDS} | (found & self._gaps.unsure)
-        if not self._gaps.leave(logs, unsure):
+        if not self._gaps.leave(logs, unsure, found):
             return False
         to_read = sorted((found | (self._refused & logs.keys())) - self._gaps.unsure, key=lambda n: logs[n].read_at)
         behind = 0

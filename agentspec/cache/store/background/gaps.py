@@ -29,26 +29,26 @@ class LogGaps:
         self._store, self._alone, self._forget, self._look_ahead = store, alone, forget, look_ahead
         self.unsure: set[str] = set()
         """logs that must not be read before they were looked at"""
-        self._away: set[str] = set()  # parts of the store that were away at the last look
-        self._retry_at = 0.0  # when these are asked again (`time.monotonic`)
+        self._retry_at: dict[str, float] = {}  # by part of the store that was away (`time.monotonic`)
+        self._ahead: dict[str, str] = {}  # by log with a gap: the end up to which its tombstones were applied
         self._gapped: set[str] = set()  # those unsure logs that had a gap, and running requests of their tenants
         self.outdated: frozenset[str | None] = frozenset()
         """tenants of logs that have a gap, to be forgotten as soon as none of their requests runs"""
 
-    def leave(self, logs: Mapping[str, FollowedLog], names: Set[str]) -> bool:
+    def leave(self, logs: Mapping[str, FollowedLog], names: Set[str], found: Set[str] = frozenset()) -> bool:
         """Look for gaps in the logs of these names, and in those that are unsure since an earlier call.
 
-        Logs in a part of the store that is away stay ``unsure``, and are looked at again a few seconds later. Returns
-        whether no log that could be looked at has a gap. Raises StoreUnavailableError if the whole store is away.
+        Logs in a part of the store that is away stay ``unsure``, and are looked at again a few seconds later, or at
+        once if an entry was ``found`` there. Returns whether no log that could be looked at has a gap. Raises
+        StoreUnavailableError if the whole store is away.
         """
         self.unsure |= names
-        self._away -= {self._store.part(name) for name in names}
-        if time.monotonic() >= self._retry_at:
-            self._away.clear()
-        gapped = set[str]()
+        for name in found:
+            self._retry_at.pop(self._store.part(name), None)
+        now, gapped = time.monotonic(), set[str]()
         for name in self.unsure & logs.keys():
             part = self._store.part(name)
-            if part in self._away:
+            if self._retry_at.get(part, now) > now:
                 continue
             try:
                 with self._alone(name, logs[name]):
@@ -59,8 +59,7 @@ class LogGaps:
             except StoreUnavailableError:
                 if not part:
                     raise
-                self._away.add(part)
-                self._retry_at = time.monotonic() + _PART_SECONDS
+                self._retry_at[part] = now + _PART_SECONDS
         self._gapped = gapped | (self._gapped & self.unsure & logs.keys())  # the latter could not be looked at
         self.outdated = frozenset(logs[name].tenant for name in self._gapped)
         return not gapped
@@ -70,11 +69,16 @@ class LogGaps:
         history = self._store.history(name, log.tombstones_applied_to)
         if history == "trimmed":
             forgotten = self._forget(name, log)
-            end = self._look_ahead(name, log)  # also if the tenant stays for now: its erased turns must not be written
+            if forgotten or self._store.newest(name) != self._ahead.get(name):
+                # Also if the tenant stays for now: its erased turns must not be written.
+                self._ahead[name] = self._look_ahead(name, log)
             if not forgotten:
                 return False  # and remember no new place: what is here may be older than a lost tombstone
-            log.tombstones_applied_to = end  # the entries left are read, as turns of this process may be late
-        elif history == "lost" and self._store.newest(name) < log.tombstones_applied_to:
-            log.cursor = log.tombstones_applied_to = ""  # the store was emptied, and its clock is behind
+            # The entries left are read, as turns of this process may be late.
+            log.tombstones_applied_to = self._ahead.pop(name)
+        elif history == "lost":
+            if self._store.newest(name) < log.tombstones_applied_to:  # the store was emptied, and its clock is behind
+                log.cursor = log.tombstones_applied_to = ""
+            self._look_ahead(name, log)  # the server may have evicted the log alone
         log.checked_at = time.monotonic()
         return True

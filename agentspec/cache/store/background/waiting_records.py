@@ -228,11 +228,11 @@ class WaitingRecords:
             )
 
     def _drop_oldest(self, but: QueuedRecord | None = None) -> None:
-        """Drop the oldest record that is not in flight. but: one to keep if another one waits in the queue."""
+        """Drop the oldest record that is not in flight. but: one that is passed over in the queue if others wait."""
         aside = self.aside.oldest()
         others = (item for item in itertools.islice(self._queue, 2) if item is not but)
         oldest = next(others, None)
-        if oldest is not None and (aside is None or oldest.number < aside or (but and but.number == aside)):
+        if oldest is not None and (aside is None or oldest.number < aside):
             item = oldest
             self._queue.remove(oldest)
         elif aside is not None:

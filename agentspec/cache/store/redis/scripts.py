@@ -61,9 +61,10 @@ local function above(ms, seq, id)
   return ms, seq
 end
 
--- Returns the id of the last entry that retention may have removed, 0-0 if it removed none. Older code did not note it:
--- then any entry before the present oldest one may have gone that way.
+-- Returns the id of the last entry that retention, or an eviction of the log, may have removed, 0-0 if there is none.
+-- Older code did not note it: then any entry before the present oldest one may have gone that way.
 local function last_trimmed()
+  if newest and redis.call('EXISTS', log) == 0 then return newest end
   if trimmed then return trimmed end
   local head = redis.call('XRANGE', log, '-', '+', 'COUNT', 1)[1]
   if head then return head[1] == born and '0-0' or head[1] end

@@ -195,13 +195,14 @@ class RedisShard:
         """Return how much the shard still has of all that came behind ``low``. "lost" if the shard began later."""
         # In this order: an entry that comes between the two answers must not look like the oldest that retention left.
         noted = ("HMGET", f"{self.tag}usage", "born", "last", "trimmed")
-        (began, ended, trimmed), rows = self._client.commands([noted, self._oldest()])
+        asked = [noted, self._oldest(), ("EXISTS", f"{self.tag}log")]
+        (began, ended, trimmed), rows, exists = self._client.commands(asked)
         born, last = (parsed(each) if each else START for each in (began, ended))
         if low == last:
             return "whole"
         if low != START and not born <= low < last:
             return "lost"
-        if trimmed is not None:
+        if trimmed is not None and exists:  # otherwise the server has evicted the log
             return "whole" if parsed(trimmed) <= low else "trimmed"
         # Older code wrote the log, and did not note what retention removed.
         return "whole" if rows and parsed(rows[0][0]) <= max(low, born) else "trimmed"

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from agentspec.server_ext.arctic_methods import named_method
+
 PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
 """Class that vLLM loads as its ``custom_class``."""
 
@@ -37,7 +39,7 @@ def given_config(engine_args: Any) -> dict[str, Any]:
 def named_drafter(engine_args: Any) -> str | None:
     """Return the drafter that the options name: a method, else a model, by which vLLM finds the method. None: none."""
     config = given_config(engine_args)
-    return config.get("method") or config.get("model")
+    return named_method(config) or config.get("model")
 
 
 def is_own(engine_args: Any) -> bool:

@@ -212,8 +212,8 @@ def leave_pooling_models(engine_args: Any, model_config: Any) -> None:
 def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
     """Set ``num_speculative_tokens`` of agentspec's own method if the user gave no number.
 
-    The limit is the longest draft that the engine can verify, and at least as long as the draft model's drafts. Where
-    the draft model drafts alone, it is the length of its drafts. Raises SpeculatorError if its config cannot be read.
+    The limit is the longest draft that the engine can verify, and at least ``speculator_tokens``. Where the draft model
+    drafts alone, it is the length of its drafts. Raises SpeculatorError if its config cannot be read.
     """
     if given_config(engine_args).get("num_speculative_tokens") is not None:
         return

@@ -33,11 +33,17 @@ def build_engine(vllm_config: Any, settings: Settings, max_draft: int, limits: E
 
 def step_options(vllm_config: Any) -> str:
     """Return the device and the options that decide how long steps take, as JSON."""
+    import torch
     from vllm.platforms import current_platform
 
+    try:
+        device = current_platform.get_device_name()
+    except Exception:  # a platform may not tell it, or fail to ask its driver
+        device = ""
     model, parallel, compilation = vllm_config.model_config, vllm_config.parallel_config, vllm_config.compilation_config
     options = {
-        "device": current_platform.get_device_name(),
+        "device": device,
+        "threads": torch.get_num_threads(),
         "model": model.model,
         "dtype": model.dtype,
         "quantization": model.quantization,
