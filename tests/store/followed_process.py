@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from agentspec.cache.store import CircuitBreaker, Follower, TurnRecord
 from agentspec.errors import StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, number_of, wait_until
@@ -93,3 +95,12 @@ class Process:
 
     def wait(self, **figures: Any) -> None:
         wait_until(lambda: all(getattr(self.follower.stats(), name) == value for name, value in figures.items()))
+
+
+def hide(process: Process, monkeypatch: pytest.MonkeyPatch, *logs: str) -> set[str]:
+    """Let a process hear of nothing in these logs. Returns their set, to be changed."""
+    hidden, wait = set(logs), process.store.wait
+    monkeypatch.setattr(
+        process.store, "wait", lambda cursors, timeout: [name for name in wait(cursors, 0.05) if name not in hidden]
+    )
+    return hidden

@@ -11,7 +11,7 @@ import pytest
 from agentspec.cache.store import CircuitBreaker, Entry, Erasure, MemoryStore, Retention
 from agentspec.cache.store.base import entry_name
 from agentspec.errors import StoreUnavailableError
-from tests.store.followed_process import LIFE_SECONDS, OTHER, Process
+from tests.store.followed_process import LIFE_SECONDS, OTHER, Process, hide
 from tests.store.helpers import NS, entry_of, turn, wait_until
 
 
@@ -340,10 +340,7 @@ def test_what_retention_took_in_a_part_of_the_store_that_was_away_may_have_been_
 ) -> None:
     """The logs in the other parts are followed meanwhile, so the store as a whole was asked all the time."""
     monkeypatch.setattr(LIFE_SECONDS, 0.5)
-    hidden, wait = {NS}, process.store.wait
-    monkeypatch.setattr(
-        process.store, "wait", lambda cursors, timeout: [name for name in wait(cursors, 0.05) if name not in hidden]
-    )
+    hidden = hide(process, monkeypatch, NS)
     process.begin(NS, "t")
     process.begin("other", "u")
     process.store.erase_session(NS, "s")

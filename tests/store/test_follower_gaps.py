@@ -14,7 +14,7 @@ from agentspec.cache.store.background.followed import FollowedLog
 from agentspec.cache.store.background.gaps import LogGaps
 from agentspec.errors import StoreUnavailableError
 from agentspec.testing.redis_server import RedisServer
-from tests.store.followed_process import LIFE_SECONDS, OTHER, Process
+from tests.store.followed_process import LIFE_SECONDS, OTHER, Process, hide
 from tests.store.helpers import NS, FlakyStore, entry_of, turn, wait_until
 
 
@@ -60,10 +60,7 @@ def test_tombstones_behind_a_gap_are_applied_before_the_log_is_left(
 ) -> None:
     """Turns of this process that came behind them are erased again."""
     monkeypatch.setattr(LIFE_SECONDS, 0.5)
-    hidden, wait = {NS}, process.store.wait
-    monkeypatch.setattr(
-        process.store, "wait", lambda cursors, timeout: [name for name in wait(cursors, 0.05) if name not in hidden]
-    )
+    hidden = hide(process, monkeypatch, NS)
     process.begin(NS, "t")
     process.begin("other", "u")
     process.number, process.busy = 8, {"t"}

@@ -389,7 +389,7 @@ class Follower:
         forgotten = self._forget_tenant(log.tenant)
         if forgotten:
             self._unerased.discard(name)
-            self._gaps.unsure.discard(name)
+            self._gaps.drop(name)
         return forgotten
 
     def _fail(self, error: Exception) -> None:

@@ -64,6 +64,11 @@ class LogGaps:
         self.outdated = frozenset(logs[name].tenant for name in self._gapped)
         return not gapped
 
+    def drop(self, name: str) -> None:
+        """Forget what is known of a log, because its tenant was forgotten."""
+        self.unsure.discard(name)
+        self._ahead.pop(name, None)
+
     def _leave(self, name: str, log: FollowedLog) -> bool:
         """Look for a gap in a log. Returns whether there is none any more."""
         history = self._store.history(name, log.tombstones_applied_to)

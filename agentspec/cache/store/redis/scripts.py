@@ -166,8 +166,11 @@ if refused and not string.find(refused.err, 'stream ID', 1, true) then
   redis.call('XADD', none, 'NOMKSTREAM', '*', 'x', 'x')
 end
 redis.call('SET', none, '', 'XX')
-if ARGV[5] ~= '0' then redis.call('PEXPIRE', none, 1) end
-if ARGV[5] == '0' then redis.call('PERSIST', none) end
+if ARGV[5] ~= '0' then
+  redis.call('PEXPIRE', none, 1)
+else
+  redis.call('PERSIST', none)
+end
 redis.call('HSET', usage, 'last', last, 'born', born, 'trimmed', last_trimmed())
 for i = 10, #ARGV, 4 do
   -- What a session held before it expired or was evicted still counts if nobody has trimmed the log since.
