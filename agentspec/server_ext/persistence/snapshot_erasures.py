@@ -11,7 +11,7 @@ from agentspec.errors import StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
-_FORGET_SECONDS = 0.05
+FORGET_SECONDS = 0.05
 """Pause between two looks at whether a tenant has requests."""
 
 
@@ -102,7 +102,7 @@ class SnapshotErasures:
         """Forget a tenant that may hold erased text. Where the start did not wait, its requests make way first."""
         while not self._cache.forget_tenant(tenant):
             self.outdated = frozenset([tenant])
-            time.sleep(_FORGET_SECONDS)
+            time.sleep(FORGET_SECONDS)
         self.outdated = frozenset()
 
 

@@ -25,7 +25,7 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.store.urls import PLACE_DIGITS
 from agentspec.errors import SnapshotError, StoreError
 from agentspec.server_ext.persistence.persistence import Persistence
-from agentspec.server_ext.persistence.snapshot_erasures import SnapshotErasures
+from agentspec.server_ext.persistence.snapshot_erasures import FORGET_SECONDS, SnapshotErasures
 from agentspec.server_ext.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class SnapshotKeeper:
             logger.warning("agentspec: the saved suffix indexes are not used: %s", error)
             erased = self._cache.stats().tenants > 0
             while not self._cache.forget_tenants():  # where the start did not wait, their requests make way first
-                time.sleep(0.05)
+                time.sleep(FORGET_SECONDS)
         if erased:
             with contextlib.suppress(OSError):  # a read-only file system; the next start catches up again
                 self._discard()  # but not the files of other engines, which may be reading them
