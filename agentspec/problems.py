@@ -90,7 +90,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise InvalidInputError(f"{path}: reading parquet needs pyarrow: pip install 'agentspec[rollout]'") from None
+        raise InvalidInputError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
     try:
         rows = parquet.read_table(path).to_pylist()
     except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two: Python lacks the value

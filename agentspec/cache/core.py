@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise ConfigurationError(
         f"agentspec's compiled core cannot be loaded ({first_line(error)}): install a C++ compiler "
-        "(Debian, Ubuntu: apt-get install g++) and reinstall agentspec"
+        "(Debian, Ubuntu: apt-get install g++ python3-dev) and reinstall agentspec"
     ) from error
 
 __all__ = ["HASH_BLOCK", "PreparedSession", "context_hashes", "draft_value", "native", "without_clock"]

@@ -70,7 +70,9 @@ def serve(
     model: Annotated[str, typer.Argument(help="Model name or path, as for vllm serve.")],
     store: Annotated[
         str | None,
-        typer.Option(help="URL of the store of sessions: sqlite:///path, redis://host:port/db or memory://."),
+        typer.Option(
+            help="URL of the store of sessions: sqlite:////absolute/path.db, redis://host:port/db or memory://."
+        ),
     ] = None,
     tenant: Annotated[
         str | None,

@@ -28,7 +28,7 @@ def folder_for(out: Path, format: str) -> Path:
         why = f"{place} cannot be written"
         raise ConfigurationError(f"--format {format} writes into the folder {folder}, and {why}; give another --out")
     if format == "trl" and find_spec("pyarrow") is None:
-        raise ConfigurationError("--format trl writes parquet: pip install 'agentspec[rollout]'")
+        raise ConfigurationError("--format trl writes parquet: pip install pyarrow")
     return folder
 
 

@@ -313,5 +313,5 @@ def _import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise ConfigurationError("--ray needs Ray: pip install 'agentspec[ray]'") from None
+        raise ConfigurationError("--ray needs Ray: pip install 'ray>=2.40'") from None
     return ray

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.rl,
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'agentspec[ray]'"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ray>=2.40'"),
 ]
 
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4, "seed": 1}

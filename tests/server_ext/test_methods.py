@@ -310,6 +310,24 @@ class TestOffline:
         speculative_config.translate_method(arguments)
         assert (arguments.speculative_config["method"] == "custom_class") == ours
 
+    @pytest.mark.parametrize(
+        ("runner", "switch", "warned"), [("generate", "", 1), ("generate", "1", 0), ("pooling", "", 0)]
+    )
+    def test_settings_without_a_method_are_said_to_draft_nothing(
+        self,
+        runner: str,
+        switch: str,
+        warned: int,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setenv("AGENTSPEC", switch)
+        monkeypatch.setattr(speculative_config, "switch_on", lambda *_: None)  # as where something excludes drafts
+        arguments = self.arguments(None, {"agentspec": {"tenant": "a"}})
+        model = SimpleNamespace(runner_type=runner)
+        assert speculative_config.create_speculative_config(lambda *_: None, arguments, model, None) is None
+        assert [("so nothing is drafted" in said) for said in caplog.messages] == [True] * warned
+
     def test_vllm_itself_makes_such_a_config(self) -> None:
         """agentspec wraps the method in which vLLM makes its SpeculativeConfig from the user's."""
         from vllm.engine.arg_utils import EngineArgs
@@ -366,7 +384,11 @@ class TestSwitch:
 
     @pytest.mark.parametrize(
         ("method", "why"),
-        [("eagle3", None), ("mtp", None), ("ngram", None), ("mlp_speculator", "docs/speculator.md"), ("dspark", "V2")],
+        [
+            *(("eagle3", None), ("mtp", None), ("ngram", None)),
+            *(("mlp_speculator", "docs/speculator.md"), ("dspark", "V2")),
+            ("suffix", "ArcticInference is installed; --additional-config"),  # else it would be agentspec's own by now
+        ],
     )
     def test_agentspec_drafts_beside_a_method_that_vllm_found(
         self, method: str, why: str | None, caplog: pytest.LogCaptureFixture

@@ -87,6 +87,8 @@ def check_drafter(config: Mapping[str, Any]) -> None:
 
 def _unsupported(method: str) -> UnsupportedEngineError:
     remedy = _REFUSED.get(method, f"known are: {', '.join((*METHODS, *NATIVE_METHODS))}")
+    if method in METHODS:  # otherwise it would have become agentspec's own (`translate_method`)
+        remedy = "ArcticInference is installed; --additional-config '{\"agentspec\": {}}' puts agentspec in its place"
     return UnsupportedEngineError(f"--speculative-config: agentspec does not draft beside {method!r}: {remedy}")
 
 

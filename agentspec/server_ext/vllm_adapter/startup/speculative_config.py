@@ -92,6 +92,12 @@ def create_speculative_config(
         native_methods.check_drafter(given_config(engine_args))
     spec = original(engine_args, target_model_config, target_parallel_config)
     if spec is None:
+        if mode == "beside" and target_model_config.runner_type == "generate" and not is_switched_on():
+            logger.warning(
+                "agentspec: its settings are given, but no speculative method, so nothing is drafted: start the server "
+                "with 'agentspec serve', give an LLM engine_options(), or set %s=1",
+                SWITCH,
+            )
         return None
     if mode == "off":
         if not switch_on_beside(spec, engine_args, target_model_config, target_parallel_config):
