@@ -96,19 +96,21 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two: Python lacks the value
         raise InvalidInputError(f"{path}: cannot be read as parquet ({first_line(error)})") from None
     for number, row in enumerate(rows, 1):
-        messages = {name: _without_nulls(row[name]) for name in (*_CHATS, "tools") if name in row}
-        yield f"{path}, row {number}", row | messages
+        chats = {name: _without_nulls(row[name], "content") for name in _CHATS if name in row}
+        tools = {"tools": _without_nulls(row["tools"])} if "tools" in row else {}
+        yield f"{path}, row {number}", row | chats | tools
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return messages without the nulls that parquet adds, where each message has the fields of all messages.
+def _without_nulls(value: Any, kept: str | None = None) -> Any:
+    """Return messages or tools without the nulls that parquet adds, where each has the fields of all.
 
-    Chat templates would take them for tool calls, or for arguments of a call.
+    Chat templates would take them for tool calls, or for arguments of a tool. kept: the field of a message that may be
+    null; nothing below a message may.
     """
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [_without_nulls(each, kept) for each in value]
     if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None or name == "content"}
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None or name == kept}
     return value
 
 

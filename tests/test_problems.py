@@ -72,7 +72,7 @@ def test_messages_in_parquet_have_the_fields_that_they_had(tmp_path: Path) -> No
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("f", "g")]
+    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("path", "content")]
     asks = {"role": "assistant", "content": None, "tool_calls": calls}
     rows = [{"id": "a", "messages": [*CHAT, asks]}, {"id": "b", "messages": CHAT}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "problems.parquet")
@@ -84,7 +84,7 @@ def test_tools_beside_messages_belong_to_the_prompt(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    tools = [{"function": {"name": name, "parameters": {name: 1}}} for name in ("f", "g")]
+    tools = [{"function": {"name": name, "parameters": {name: 1}}} for name in ("path", "content")]
     parquet.write_table(
         pyarrow.Table.from_pylist([{"id": "a", "messages": CHAT, "tools": tools}]), tmp_path / "problems.parquet"
     )
