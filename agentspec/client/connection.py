@@ -28,7 +28,12 @@ T = TypeVar("T")
 _UNKNOWN = re.compile("unknown|unrecogni[sz]ed|unexpected|unsupported|extra|not (permitted|allowed)", re.IGNORECASE)
 _OUR_FIELD = re.compile(r"\b(session_id|vllm_xargs)\b")
 _THOUGHTS = re.compile(rf"\b({'|'.join(THOUGHTS)})\b")
+_REASONS = ("loc", "msg", "message", "param", "detail", "error", "errors")
+"""Fields of an error's body that say what is wrong. Others, such as FastAPI's `input`, quote the request."""
+_DEEPEST_REASON = 10  # levels of an error's body
+_LONGEST_REASON = 300  # characters of a note
 _TOO_LONG = re.compile("context.?length|context window|max_model_len|tokens is too large", re.IGNORECASE)
+_NO_KEY = "EMPTY"  # the placeholder for a server that wants no key
 _ROUTES = ("/chat/completions", "/completions", "/responses", "/messages")
 _BROKEN = frozenset({"ReadError", "RemoteProtocolError"})
 """Names of the HTTP client's errors after it has connected; names, because it is httpx or httpx2."""
@@ -81,7 +86,7 @@ def connect(make: Callable[..., T], base_url: str | None, api_key: str | None, o
     if key and not callable(key):
         check_header_value(name, key)
     if api_key is None and not key and address is not None:
-        api_key = "EMPTY"
+        api_key = _NO_KEY
     try:
         return make(**{**options, "base_url": base_url, "api_key": api_key})
     except OSError as error:  # HTTPX reads certificates of authorities at this point
@@ -124,18 +129,8 @@ def remedies_noted(connection: openai.OpenAI | openai.AsyncOpenAI) -> Iterator[N
             error.add_note(f"agentspec: {remedy}")
         raise
     except openai.APIStatusError as error:
-        if error.status_code in (400, 422) and _UNKNOWN.search(str(error)):
-            if _OUR_FIELD.search(str(error)):
-                error.add_note(
-                    'agentspec: a gateway may refuse fields that it does not know: give session_tags="header"'
-                )
-            elif _THOUGHTS.search(str(error)):
-                error.add_note("agentspec: the server refuses a reasoning model's thoughts: give thoughts=False")
-        if error.status_code == 400 and _TOO_LONG.search(str(error)):
-            error.add_note(
-                "agentspec: the messages and the answer that was asked for do not fit into the model's context: ask for"
-                " fewer tokens, or go on in session.child() with the messages that you choose"
-            )
+        for note in _notes_of(error, connection.api_key):
+            error.add_note(f"agentspec: {note}")
         raise
 
 
@@ -152,6 +147,46 @@ def _openai_errors() -> Iterator[None]:
         kind = openai.APITimeoutError if isinstance(error, httpx.TimeoutException) else openai.APIConnectionError
         request: Any = error.request  # of HTTPX, which such a client uses
         raise kind(request=request) from error
+
+
+def _notes_of(error: openai.APIStatusError, key: str) -> Iterator[str]:
+    """Yield the server's reason for an error if its text lacks it, and what to do. key: the API key."""
+    reason = _reason_in(error.body)
+    said = f"{error} {reason}"
+    if reason and str(error) == f"Error code: {error.status_code}":  # the client quotes a text `message` alone
+        yield f"the server says: {_shortened(reason, key)}"
+    if error.status_code in (400, 422) and _UNKNOWN.search(said):
+        if _OUR_FIELD.search(said):
+            yield 'a gateway may refuse fields that it does not know: give session_tags="header"'
+        elif _THOUGHTS.search(said):
+            yield "the server refuses a reasoning model's thoughts: give thoughts=False"
+    if error.status_code == 400 and _TOO_LONG.search(said):
+        yield (
+            "the messages and the answer that was asked for do not fit into the model's context: ask for fewer tokens,"
+            " or go on in session.child() with the messages that you choose"
+        )
+
+
+def _reason_in(body: object, depth: int = 0) -> str:
+    """Return what the body of an error says is wrong; "" if it says nothing. depth: levels of the body above this."""
+    if body is None or depth > _DEEPEST_REASON:
+        return ""
+    if isinstance(body, Mapping):
+        said = [_reason_in(body[name], depth + 1) for name in _REASONS if name in body]
+        if not said and depth == 0:
+            said = [f"{name} {_reason_in(value, 1)}" for name, value in body.items()]
+        return ": ".join(filter(None, said))
+    if isinstance(body, list):
+        parts = [_reason_in(part, depth + 1) for part in body]
+        is_path = all(isinstance(part, str | int) for part in body)  # such as FastAPI's `loc`
+        return (".".join if is_path else "; ".join)(filter(None, parts))
+    return str(body)
+
+
+def _shortened(reason: str, key: str) -> str:
+    """Return a server's reason as a note has it: on one line, not long, and without the API key."""
+    text = " ".join((reason.replace(key, "***") if len(key) > len(_NO_KEY) else reason).split())
+    return text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 1]}…"
 
 
 def _remedy_of_address(address: str, path: str) -> str | None:

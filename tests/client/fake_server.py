@@ -95,8 +95,8 @@ class FakeServer:
             return 200, {"request_id": unquote(path.removeprefix(prefix)), **self.counts}
         return 404, {"error": {"message": f"no {path}", "type": "not_found"}}
 
-    def refusal(self, body: dict[str, Any]) -> str | None:
-        """Return why a strict server would refuse this body, or None."""
+    def refusal(self, body: dict[str, Any]) -> str | tuple[int, Any] | None:
+        """Return why a strict server would refuse this body, alone or as a status and a body; None if it takes it."""
         known = KNOWN_FIELDS | EXTENSION_FIELDS if self.extension else KNOWN_FIELDS
         if unknown := body.keys() - known:
             return f"unknown fields: {sorted(unknown)}"
@@ -216,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
         if status is not None:
             return self._send(status, {"error": {"message": f"told to answer {status}"}})
         if reason := self.state.refusal(body):
-            return self._send(400, {"error": {"message": reason}})
+            return self._send(*(reason if isinstance(reason, tuple) else (400, {"error": {"message": reason}})))
         if body.get("stream"):
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
             return self._stream(chunks_of(self._answer(body, number), usage=usage))

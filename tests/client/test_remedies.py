@@ -129,3 +129,58 @@ def test_a_full_context_names_the_ways_on(server: FakeServer, why: str, monkeypa
         assert "session.child()" in refused.value.__notes__[0]
         attempt = client.session("s").refine("one", lambda reply: None).attempts[0]
     assert attempt.reason is not None and why in attempt.reason and attempt.reason.endswith("that you choose")
+
+
+FIELDS = 'agentspec: a gateway may refuse fields that it does not know: give session_tags="header"'
+LONG = "agentspec: the messages and the answer that was asked for do not fit into the model's context"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "noted"),
+    [
+        (  # FastAPI's form
+            422,
+            {
+                "detail": [
+                    {"type": "extra_forbidden", "loc": ["body", "session_id"], "msg": "Extra inputs", "input": "s"}
+                ]
+            },
+            ["agentspec: the server says: body.session_id: Extra inputs", FIELDS],
+        ),
+        (  # Mistral's form
+            400,
+            {
+                "message": {
+                    "detail": [{"loc": ["body", "messages", 1, "reasoning"], "msg": "Extra inputs", "input": "x"}]
+                }
+            },
+            [
+                "agentspec: the server says: body.messages.1.reasoning: Extra inputs",
+                "agentspec: the server refuses a reasoning model's thoughts: give thoughts=False",
+            ],
+        ),
+        (400, {"error": "longer than the context window"}, ["agentspec: the server says: longer than the", LONG]),
+        (
+            422,
+            {"detail": [{"loc": ["body"], "msg": "empty", "input": "extra session_id"}]},
+            ["agentspec: the server says"],
+        ),
+        (400, "<html>\nno</html>", ["agentspec: the server says: <html> no</html>"]),
+        (400, {"code": 3, "why": {"a": 1}}, ["agentspec: the server says: code 3: why"]),
+        (400, {"detail": "sk-secret " * 99}, ["agentspec: the server says: *** *** ***"]),
+        (400, {"error": {"message": "no"}, "detail": "x"}, []),
+        (400, {}, []),
+        (400, [], []),
+    ],
+)
+def test_what_the_body_of_an_error_says_is_noted(
+    server: FakeServer, status: int, body: Any, noted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The OpenAI client quotes only a `message` that is a text, and gives "Error code: 422" for any other body."""
+    monkeypatch.setattr(server, "refusal", lambda sent: (status, body))
+    client = AgentClient(base_url=server.url, api_key="sk-secret", model="small", store=None, max_retries=0)
+    with client, pytest.raises(openai.APIStatusError) as raised:
+        client.session("s").chat("one")
+    found = notes(raised)
+    assert len(found) == len(noted) and all(map(str.startswith, found, noted)), found
+    assert all(len(note) < 400 and "sk-secret" not in note for note in found)
