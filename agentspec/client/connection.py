@@ -32,7 +32,11 @@ _REASONS = ("loc", "msg", "message", "param", "detail", "error", "errors")
 """Fields of an error's body that say what is wrong. Others, such as FastAPI's `input`, quote the request."""
 _DEEPEST_REASON = 10  # levels of an error's body
 _LONGEST_REASON = 300  # characters of a note
-_TOO_LONG = re.compile("context.?length|context window|max_model_len|tokens is too large", re.IGNORECASE)
+_TOO_LONG = re.compile(
+    "context.?(length|window)|max_model_len|tokens is too large"
+    "|max_(completion_)?tokens.*(valid range|above maximum|less than or equal)",
+    re.IGNORECASE,
+)
 _NO_KEY = "EMPTY"  # the placeholder for a server that wants no key
 _ROUTES = ("/chat/completions", "/completions", "/responses", "/messages")
 _BROKEN = frozenset({"ReadError", "RemoteProtocolError"})
@@ -160,11 +164,18 @@ def _notes_of(error: openai.APIStatusError, key: str) -> Iterator[str]:
             yield 'a gateway may refuse fields that it does not know: give session_tags="header"'
         elif _THOUGHTS.search(said):
             yield "the server refuses a reasoning model's thoughts: give thoughts=False"
-    if error.status_code == 400 and _TOO_LONG.search(said):
+        elif "max_completion_tokens" in said and "max_tokens" not in said:  # OpenAI names it in place of the other
+            yield "the server does not know max_completion_tokens, which a budget of tokens sets: give max_tokens=…"
+    if wants_too_much(error):
         yield (
             "the messages and the answer that was asked for do not fit into the model's context: ask for fewer tokens,"
             " or go on in session.child() with the messages that you choose"
         )
+
+
+def wants_too_much(error: openai.APIStatusError) -> bool:
+    """Return whether a call was refused because it wants more tokens than the context, or the model, allows."""
+    return error.status_code in (400, 422) and _TOO_LONG.search(f"{error} {_reason_in(error.body)}") is not None
 
 
 def _reason_in(body: object, depth: int = 0) -> str:

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
 KNOWN_FIELDS = {*CompletionCreateParamsBase.__annotations__, "stream"}
+PROMPT_TOKENS = 7
 KNOWN_ASSISTANT_FIELDS = {"role", "content", "refusal", "audio", "tool_calls", "function_call"}
 THOUGHTS = ("reasoning", "reasoning_content", "reasoning_details")
 EXTENSION_FIELDS = {"cache_salt", "return_token_ids", "session_id", "vllm_xargs"}
@@ -100,8 +101,9 @@ class FakeServer:
         known = KNOWN_FIELDS | EXTENSION_FIELDS if self.extension else KNOWN_FIELDS
         if unknown := body.keys() - known:
             return f"unknown fields: {sorted(unknown)}"
-        if self.max_model_len is not None and body.get("max_completion_tokens", 0) > self.max_model_len:
-            return f"max_completion_tokens cannot be greater than max_model_len={self.max_model_len}"
+        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+        if self.max_model_len is not None and PROMPT_TOKENS + wanted >= self.max_model_len:  # as SGLang counts
+            return f"Requested token count exceeds the model's maximum context length of {self.max_model_len} tokens."
         open_calls: set[str] = set()
         for message in body["messages"]:
             if message["role"] == "assistant":
@@ -121,7 +123,7 @@ class FakeServer:
         with self.taking:
             message = self.answers.pop(0) if self.answers else {"content": f"answer {number}"}
         reason = self.finish_reason or ("tool_calls" if message.get("tool_calls") else "stop")
-        usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+        usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": 3, "total_tokens": PROMPT_TOKENS + 3}
         return {
             "id": f"chatcmpl-{number}",
             "created": 1,

@@ -73,6 +73,66 @@ class TestASessionWhoseToolsRun:
             assert session.chat("go on").text
 
 
+def sent_limits(server: FakeServer) -> list[int | None]:
+    """Return the most tokens that each call has asked for."""
+    return [chat.body.get("max_completion_tokens", chat.body.get("max_tokens")) for chat in server.chats]
+
+
+class TestABudgetOfMoreTokensThanAServerGives:
+    """Test calls without a limit of the caller's, which ask for all that the budget has left."""
+
+    @pytest.mark.parametrize(
+        "why",
+        [
+            "max_tokens is too large: {0}. This model supports at most 1000 completion tokens",
+            "Invalid 'max_completion_tokens': integer above maximum value. Expected a value <= 1000.",
+            "Invalid max_tokens value, the valid range of max_tokens is [1, 1000]",
+            "`max_completion_tokens` must be less than or equal to `1000`",
+        ],
+    )
+    def test_asks_again_without_a_limit(
+        self, run: Any, server: FakeServer, why: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """OpenAI's API tells nobody how long an answer of a model may be."""
+
+        def refusal(body: dict[str, Any]) -> str | None:
+            limit = body.get("max_completion_tokens", 0)
+            return why.format(limit) if limit > 1_000 else None
+
+        monkeypatch.setattr(server, "refusal", refusal)
+        server.finish_reason = "length"
+        server.answers = [{"content": "one"}, calls(("add", '{"a": 1}')), {"content": "two"}]
+        result, _ = run("refine", "count", lambda reply: None, budget=Budget(tokens=4_000))
+        assert (result.stopped, result.spent.requests, result.spent.tokens) == ("done", 1, 3)
+        result, messages = run("run_tools", "count", [add], budget=Budget(tokens=1_003))
+        assert (result.stopped, result.text, result.spent.requests) == ("tokens", "two", 2)
+        assert roles(messages) == ["user", "assistant", "tool", "assistant"]
+        assert sent_limits(server) == [4_000, None, 1_003, None, 1_000]
+
+    def test_counts_the_prompt_where_it_shares_the_context(self, run: Any, server: FakeServer) -> None:
+        server.max_model_len = 2048
+        for tokens, limits in ((4_096, [None, None]), (2_047, [1_023, 2_044, None])):
+            server.received.clear()
+            result, _ = run("best_of", "count", 2, lambda reply: 1.0, budget=Budget(tokens=tokens), at_once=1)
+            assert (result.stopped, result.spent.tokens) == ("done", 6)
+            assert sent_limits(server) == limits
+
+    def test_keeps_the_error_of_a_limit_that_the_caller_gave(self, run: Any, server: FakeServer) -> None:
+        server.max_model_len = 2048
+        result, _ = run("refine", "count", lambda reply: None, budget=Budget(tokens=4_000), max_tokens=2_048)
+        assert result.stopped == "error" and sent_limits(server) == [2048]
+
+    def test_names_the_option_of_servers_that_lack_the_newer_one(
+        self, run: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        unknown = {"detail": [{"loc": ["body", "max_completion_tokens"], "msg": "Extra inputs are not permitted"}]}
+        monkeypatch.setattr(server, "refusal", lambda body: (422, unknown) if "max_completion_tokens" in body else None)
+        result, _ = run("refine", "count", lambda reply: None, budget=Budget(tokens=9))
+        assert result.attempts[0].reason.endswith("give max_tokens=…") and sent_limits(server) == [9]
+        result, _ = run("refine", "count", lambda reply: None, budget=Budget(tokens=9), max_tokens=20)
+        assert result.done and sent_limits(server) == [9, 9]
+
+
 class TestABudgetOfSeconds:
     """Test budgets of seconds. With a large one, a call has the same timeout and retries as without."""
 

@@ -33,7 +33,8 @@ class Budget:
     """Limit one loop. None is no limit. Raises InvalidInputError for a limit that is not positive.
 
     requests: most calls of the model; retries are not counted.
-    tokens: most tokens that the model may generate. Each call asks for at most the rest; its `n` choices share that.
+    tokens: most tokens that the model may generate. Each call asks for at most the rest; its `n` choices share that. A
+        call whose server gives no answer of that length, because the context or the model allows less, has no limit.
         The OpenAI client's retries are not counted: where answers are lost behind a gateway, give max_retries=0.
     seconds: longest duration. No part of a call's timeout is longer than the time left. The OpenAI client retries a
         failed call only as often as surely fits, if each pause is the longest and each try takes the whole timeout. A
@@ -174,12 +175,14 @@ class BegunCall(NamedTuple):
     """Hold a call that an Account has counted: its number, its options, and the tokens reserved for its answer.
 
     bound: whether the budget, and no limit of the caller's or of the model's, limits the answer.
+    unlimited: the options without the limit, if they have one and the caller has given none; else None.
     """
 
     number: int
     options: dict[str, Any]
     reserved: int
     bound: bool = False
+    unlimited: dict[str, Any] | None = None
 
 
 class Account:
@@ -235,11 +238,12 @@ class Account:
     def begin(self, options: Mapping[str, Any], among: int = 1, context: int | None = None) -> BegunCall:
         """Count a call, and limit its options to the budget. among: number of calls that share the tokens left.
 
-        context: length of the model's context, beyond which servers refuse a limit; None: not known. Raises
-        BudgetSpentError.
+        context: length of the model's context; None: not known. If as many tokens are left, the call has no limit,
+        as some servers (SGLang) add the prompt to it and refuse the sum. Raises BudgetSpentError.
         """
         limited = _taken_out(self._options | dict(options))
         names = [name for name in _TOKEN_LIMITS if limited.get(name)]  # if both are given, a server obeys either
+        unlimited = None if names else limited
         names = names or ["max_tokens" if "max_tokens" in limited else "max_completion_tokens"]
         choices = limited.get("n") or 1
         seconds = self.seconds_left
@@ -256,12 +260,16 @@ class Account:
                 others = [limit for limit in (context, *(limited.get(name) for name in names)) if limit]
                 bound = all(left < limit for limit in others)
                 most = left if context is None else min(left, context)
-                limited |= {name: min(most, limited.get(name) or most) for name in names}
-                reserved = max(limited[name] for name in names) * choices
+                limits = {name: min(most, limited.get(name) or most) for name in names}
+                reserved = max(limits.values()) * choices
+                if unlimited is not None and most == context:
+                    unlimited = None
+                else:
+                    limited = limited | limits
             self._reserved += reserved
             self._requests += 1
             number = self._requests
-        return BegunCall(number, limited, reserved, bound)
+        return BegunCall(number, limited, reserved, bound, unlimited if reserved else None)
 
     def end(
         self, call: BegunCall, answer: ChatCompletion | None, *, refused: bool = False, length: bool = False

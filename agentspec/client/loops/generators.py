@@ -16,6 +16,7 @@ import openai
 from openai.types.chat import ChatCompletionMessageToolCallUnion
 
 from agentspec.client.answers.reply import Reply
+from agentspec.client.connection import wants_too_much
 from agentspec.client.history.reservation import Reservation
 from agentspec.client.history.tool_calls import CANCELLED
 from agentspec.client.loops.budget import (
@@ -236,7 +237,14 @@ def _ask(
     begin, answer, refused, length = time.monotonic(), None, False, False
     call = account.begin(options, among, context)
     try:
-        reply = yield from _chat(account, session._client.openai, chat or session.chat, content, call.options)
+        try:
+            reply = yield from _chat(account, session._client.openai, chat or session.chat, content, call.options)
+        except openai.APIStatusError as error:
+            if call.unlimited is None or not wants_too_much(error):
+                raise
+            # The server allows less than the limit that it refused, so the answer holds the budget without one.
+            call = call._replace(options=call.unlimited, bound=False)
+            reply = yield from _chat(account, session._client.openai, chat or session.chat, content, call.options)
         answer, length = reply.raw, reply.finish_reason == "length"
         return Attempt(name, call.number, reply, seconds=time.monotonic() - begin)
     except (InvalidInputError, SessionBusyError):
