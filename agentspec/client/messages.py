@@ -13,7 +13,7 @@ from agentspec.errors import InvalidInputError
 
 T = TypeVar("T")
 
-THOUGHTS = ("reasoning", "reasoning_content", "reasoning_details", "extra_content")
+THOUGHTS = ("reasoning", "reasoning_content", "reasoning_details", "thinking_blocks", "extra_content")
 """Fields in which servers send a reasoning model's thoughts, or a signature of them, in an answer or a tool call of it.
 
 They are read in the next request: by vLLM and SGLang for the chat templates of such models, and by some services that

@@ -17,7 +17,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 KNOWN_FIELDS = {*CompletionCreateParamsBase.__annotations__, "stream"}
 PROMPT_TOKENS = 7
 KNOWN_ASSISTANT_FIELDS = {"role", "content", "refusal", "audio", "tool_calls", "function_call"}
-THOUGHTS = ("reasoning", "reasoning_content", "reasoning_details")
+THOUGHTS = ("reasoning", "reasoning_content", "reasoning_details", "thinking_blocks")
 EXTENSION_FIELDS = {"cache_salt", "return_token_ids", "session_id", "vllm_xargs"}
 
 

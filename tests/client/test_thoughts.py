@@ -25,6 +25,13 @@ BLOCKS = [
     {"type": "reasoning.encrypted", "index": 1, "data": "b3BhcXVl"},
 ]
 
+THINKING = [
+    {"type": "thinking", "thinking": "I must run it.", "signature": "c2lnbmVk"},
+    {"type": "redacted_thinking", "data": "b3BhcXVl"},
+    {"type": "thinking", "thinking": "Now.", "signature": "YWdhaW4="},
+]
+"""Blocks of Claude's thoughts, as LiteLLM gives them. Claude refuses tool calls without them."""
+
 
 def client_of(server: FakeServer, **options: Any) -> AgentClient:
     return AgentClient(base_url=server.url, model="small", store=None, max_retries=0, **options)
@@ -43,6 +50,7 @@ def whole(stream: StreamedAnswer, finish_reason: str = "stop") -> dict[str, Any]
         {"content": "so", "reasoning": "I must say so."},
         {"content": None, "reasoning_content": "I must run it.", "tool_calls": [CALL]},
         {"content": None, "reasoning_details": BLOCKS, "tool_calls": [CALL]},
+        {"content": None, "reasoning_content": "I must run it.", "thinking_blocks": THINKING, "tool_calls": [CALL]},
         {"content": None, "tool_calls": [SIGNED]},
         {"content": "so", "reasoning": None, "reasoning_content": None},
     ],
@@ -129,6 +137,20 @@ def test_blocks_of_thoughts_that_were_streamed_in_pieces_are_whole_again() -> No
         {"type": "reasoning.summary", "text": "whole, too"},
         "odd",
     ]
+
+
+def test_claudes_thoughts_that_litellm_streams_in_pieces_are_whole_again() -> None:
+    stream = StreamedAnswer()
+    for piece in (
+        {"type": "thinking", "thinking": "I must", "signature": None},
+        {"type": "thinking", "thinking": " run it.", "signature": None},
+        {"type": "thinking", "thinking": "", "signature": "c2lnbmVk"},
+        {"type": "redacted_thinking", "data": "b3BhcXVl"},
+        {"type": "thinking", "thinking": "Now."},
+        {"type": "thinking", "signature": "YWdhaW4="},
+    ):
+        stream.add(chunk({"thinking_blocks": [piece]}))
+    assert whole(stream)["thinking_blocks"] == THINKING
 
 
 def test_thoughts_that_no_request_can_carry_are_written_out() -> None:

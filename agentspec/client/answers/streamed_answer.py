@@ -201,7 +201,8 @@ def _joined_parts(parts: list[Any]) -> list[Any]:
 def _joined_blocks(pieces: Sequence[Any]) -> list[Any]:
     """Return blocks, such as OpenRouter's `reasoning_details`, whose pieces have one `index` and `type`.
 
-    Blocks without an index are whole. A signature holds for the whole block only, so servers refuse its pieces.
+    Blocks without an index are whole, but for LiteLLM's of type "thinking", which end with a signature. That holds for
+    the whole block only, so servers refuse its pieces.
     """
     blocks: list[Any] = []
     for piece in pieces:
@@ -209,7 +210,7 @@ def _joined_blocks(pieces: Sequence[Any]) -> list[Any]:
         if _continues(piece, last):
             texts = {
                 name: last[name] + piece[name]
-                for name in ("text", "summary", "data")
+                for name in ("text", "summary", "data", "thinking")
                 if isinstance(last.get(name), str) and isinstance(piece.get(name), str)
             }
             last.update({name: value for name, value in piece.items() if value is not None} | texts)
@@ -219,12 +220,11 @@ def _joined_blocks(pieces: Sequence[Any]) -> list[Any]:
 
 
 def _continues(piece: Any, block: Any) -> bool:
-    both = isinstance(piece, Mapping) and isinstance(block, Mapping)
-    return (
-        both
-        and piece.get("index") is not None
-        and all(piece.get(name) == block.get(name) for name in ("index", "type"))
-    )
+    if not (isinstance(piece, Mapping) and isinstance(block, Mapping)):
+        return False
+    if any(piece.get(name) != block.get(name) for name in ("index", "type")):
+        return False
+    return piece.get("index") is not None or (piece.get("type") == "thinking" and not block.get("signature"))
 
 
 def _joined_audio(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
