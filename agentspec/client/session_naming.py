@@ -43,7 +43,7 @@ class SessionNaming:
             xargs = {name: value for name, value in tags.items() if value is not None}
             if xargs:
                 body["vllm_xargs"] = {**xargs, **(body.get("vllm_xargs") or {})}
-        if self.body is not None and session is not None:
+        if self.body is not None and session is not None and self.body not in request:
             fits = len(session) <= self.longest
             body.setdefault(self.body, session if fits else hashlib.sha256(session.encode()).hexdigest())
         if body:

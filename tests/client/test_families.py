@@ -123,6 +123,13 @@ def test_openai_gets_the_hash_of_an_id_that_is_too_long_for_it(server: FakeServe
     assert server.chats[0].body["prompt_cache_key"] == hashlib.sha256(name.encode()).hexdigest()
 
 
+@pytest.mark.parametrize("given", [{"prompt_cache_key": "mine"}, {"extra_body": {"prompt_cache_key": "mine"}}])
+def test_a_callers_own_key_of_openais_cache_stays(server: FakeServer, given: dict[str, Any]) -> None:
+    with connect(server, session_tags="openai") as client:
+        client.chat("hello", session="s", **given)
+    assert server.chats[0].body["prompt_cache_key"] == "mine"
+
+
 async def test_requests_of_a_framework_carry_the_session(server: FakeServer) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
     with connect(server) as client:
