@@ -382,13 +382,15 @@ def _in_prompt(message: Mapping[str, Any]) -> str:
 def _spoken(message: Mapping[str, Any]) -> str:
     """Return the text of a message, with its tool calls as JSON."""
     content = message.get("content") or message.get("refusal") or ""
-    texts: Iterable[object] = [content] if isinstance(content, str) else content
+    texts = [content] if isinstance(content, str) else map(_text_of, content)
     calls: Iterable[Mapping[str, Any]] = message.get("tool_calls") or ()
-    parts = [*texts, *(call.get(str(call.get("type", "function")), call) for call in calls)]
-    return "\n".join(part if isinstance(part, str) else _text_of(part) for part in parts)
+    bodies = (call.get(str(call.get("type", "function")), call) for call in calls)
+    return "\n".join([*texts, *(json.dumps(body, default=str) for body in bodies)])
 
 
 def _text_of(part: object) -> str:
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        return str(part["text"])
-    return json.dumps(part, default=str)
+    """Return the text of a content part. An image, a sound or a file has its type alone, as a prompt has no base64."""
+    if isinstance(part, Mapping):
+        texts = (part.get(name) for name in ("text", "refusal", "type"))
+        return next((text for text in texts if isinstance(text, str)), "")
+    return part if isinstance(part, str) else json.dumps(part, default=str)

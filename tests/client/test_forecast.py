@@ -44,6 +44,24 @@ def test_an_answer_that_is_repeated_is_forecast_to_be_drafted(plain_server: Fake
     assert both.measured is None and both.measured_calls == 0
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_the_data_of_a_picture_is_no_text_to_draft_from(plain_server: FakeServer, kind: str) -> None:
+    """A megabyte of base64 displaced the session's text, of which nothing was forecast to be drafted."""
+    tokens = list[int]()
+
+    def tokenize(text: str) -> list[int]:
+        tokens.append(len(text))
+        return approximate_tokens(text)
+
+    part = {"type": kind, kind: {"url": "data:image/png;base64," + "QUJD" * 25_000}}
+    with connect(plain_server, tokenizer=tokenize) as client:
+        session = client.session("s")
+        session.chat({"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]})
+        session.chat("And now?")
+        assert session.forecast().calls == 2
+    assert 0 < sum(tokens) < 1_000
+
+
 def test_what_the_server_measured_stands_beside_it(server: FakeServer) -> None:
     server.counts = COUNTS
     with connect(server) as client:
