@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import openai
+
 from agentspec.client.messages import encodable
 from agentspec.errors import InvalidInputError
 from agentspec.protocol import MAX_PREDICTION
@@ -30,12 +32,14 @@ _REFUSED: dict[str, Callable[[Any], object]] = {
 
 
 def as_prediction(given: object) -> object:
-    """Return a prediction in the API's form. A text is put into it; None and the form itself stay as they are.
+    """Return a prediction in the API's form; None for None, and for the OpenAI client's values of an option not given.
 
-    Raises InvalidInputError for any other value.
+    A text is put into the form, and the form itself stays as it is. Raises InvalidInputError for any other value.
     """
     if isinstance(given, str):
         return {"type": "content", "content": encodable(given)}
+    if isinstance(given, openai.NotGiven | openai.Omit):
+        return None
     if given is None or isinstance(given, Mapping):
         return given
     raise InvalidInputError(f"prediction: a text or the API's own form is needed, not {type(given).__name__}")

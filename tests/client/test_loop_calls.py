@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from agentspec import AgentClient, AsyncAgentClient, Budget, SessionBusyError
+from agentspec import AgentClient, AsyncAgentClient, Budget, InvalidInputError, SessionBusyError
 from agentspec.client.loops.budget import bounded_timeout, call_limits
 
 from .fake_server import FakeServer
@@ -158,6 +159,14 @@ class TestABudgetOfSeconds:
         assert (bounded.connect, bounded.read, bounded.write, bounded.pool) == (2.0, 10.0, 10.0, 10.0)
         assert bounded_timeout(None, 10.0) == 10.0
         assert bounded_timeout(3, 10.0) == 3
+
+    @pytest.mark.parametrize("timeout", [math.nan, "3", [], 1e300, 0])
+    def test_refuses_what_is_no_timeout(self, run: Any, server: FakeServer, timeout: Any) -> None:
+        """The budget's own timeout took its place."""
+        for budget in (None, Budget(seconds=5)):
+            with pytest.raises(InvalidInputError, match=r"^timeout: "):
+                run("refine", "go", lambda reply: None, timeout=timeout, budget=budget)
+        assert not server.chats
 
     @pytest.mark.parametrize("of_call", [True, False])
     def test_leaves_the_retries(self, server: FakeServer, of_call: bool) -> None:

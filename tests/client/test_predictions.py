@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import openai
 import pytest
 
 from agentspec import AgentClient, AsyncAgentClient, Budget, InvalidInputError
@@ -91,6 +92,17 @@ def test_openais_api_gets_a_limit_that_it_takes_beside_a_prediction(
         for sent_to in (plain_server, server)
     ]
     assert limits == [[(50, None), (None, 60)], [(None, 50), (None, 60)]]
+
+
+@pytest.mark.parametrize("given", [None, openai.omit, openai.NOT_GIVEN])
+def test_a_prediction_that_is_not_given_is_none(server: FakeServer, given: Any) -> None:
+    with connect(server, speculation=False) as client:
+        client.chat("edit it", prediction=given)
+        assert not server.probes, "only a server that gets a prediction is asked whether it takes one"
+        client.chat(
+            [{"role": "assistant", "content": text} for text in (CODE, EDITED)], prediction=given, predict="auto"
+        )
+    assert [given is not None for given in predictions(server)] == [False, True]
 
 
 def test_a_text_or_the_apis_form_is_needed(server: FakeServer) -> None:

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion
 from agentspec.client.answers.reply import ParsedT, Reply
 from agentspec.client.loops.tools import ToolRun
 from agentspec.client.messages import shown
-from agentspec.client.option_checks import check_retries
+from agentspec.client.option_checks import check_retries, check_timeout
 from agentspec.errors import AgentSpecError, InvalidInputError
 
 _SHORTEST_TIMEOUT_S = 0.001  # the HTTP client refuses 0
@@ -331,8 +331,12 @@ def _taken_out(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def call_limits(options: Mapping[str, Any], connection: Any, seconds: float) -> dict[str, Any]:
-    """Return the timeout and the retries of a call that may take ``seconds``. connection: its OpenAI client."""
+    """Return the timeout and the retries of a call that may take ``seconds``. connection: its OpenAI client.
+
+    Raises InvalidInputError for options that the call itself would refuse, as it gets these in their place.
+    """
     timeout, retries = options.get("timeout", openai.NOT_GIVEN), options.get("max_retries")
+    check_timeout(timeout)
     check_retries(retries)
     if isinstance(timeout, openai.NotGiven | openai.Omit):
         timeout = connection.timeout
