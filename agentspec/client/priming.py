@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from agentspec.client.messages import as_sent, encodable, shown
 from agentspec.client.request import TIMEOUT_S, salt_headers
 from agentspec.errors import InvalidInputError
 from agentspec.protocol import IMPORT_PART_BYTES, MAX_IMPORT_TURNS
+
+_MEDIA = re.compile("image|audio|video|file")  # in the type of a content part
 
 
 class Priming(NamedTuple):
@@ -41,9 +44,14 @@ def prime_texts(texts: Sequence[str | Path], cache_salt: str | None) -> Iterator
 
 
 def prime_history(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> Iterator[Priming]:
-    """Yield the request that primes a session with its messages; none if there are none."""
+    """Yield the request that primes a session with its messages; none if there are none.
+
+    The parts for images, sounds and files stay, as chat templates mark their places, but their data does not: it is no
+    text, and could exceed what a server takes.
+    """
     if messages:
-        yield _request({"messages": [as_sent(message, thoughts=True) for message in messages]}, cache_salt)
+        sent = [_without_data(as_sent(message, thoughts=True)) for message in messages]
+        yield _request({"messages": sent}, cache_salt)
 
 
 def prime_resumed(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> Iterator[Priming]:
@@ -51,15 +59,35 @@ def prime_resumed(messages: Sequence[Mapping[str, Any]], cache_salt: str | None)
 
     A call waits for it, so it has a short timeout, no retries, and no long text.
     """
-    if len(json.dumps(messages)) > IMPORT_PART_BYTES:  # the text comes with the call anyway
-        return
     for body, options in prime_history(messages, cache_salt):
-        yield Priming(body, {**options, "params": {"only_new": True}, "timeout": TIMEOUT_S, "max_retries": 0})
+        if len(json.dumps(body)) <= IMPORT_PART_BYTES:  # the text comes with the call anyway
+            yield Priming(body, {**options, "params": {"only_new": True}, "timeout": TIMEOUT_S, "max_retries": 0})
 
 
 def added_by(answer: object) -> int:
     """Return how many of the texts were new to the server."""
     return int(answer.get("added", 0)) if isinstance(answer, Mapping) else 0
+
+
+def _without_data(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose parts for images, sounds and files have empty texts in the place of their data."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    return {**message, "content": [_emptied(part) if _is_medium(part) else part for part in parts]}
+
+
+def _is_medium(part: object) -> bool:
+    return isinstance(part, Mapping) and _MEDIA.search(str(part.get("type"))) is not None
+
+
+def _emptied(value: Any) -> Any:
+    """Return a value with empty texts in the place of all its texts, but for types."""
+    if isinstance(value, Mapping):
+        return {name: part if name == "type" else _emptied(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_emptied(part) for part in value]
+    return "" if isinstance(value, str) else value
 
 
 def _request(content: dict[str, Any], cache_salt: str | None) -> Priming:

@@ -129,6 +129,51 @@ def test_a_resumed_session_is_offered_to_its_server_once(server: FakeServer, tmp
         other.close()
 
 
+def test_a_session_with_pictures_is_primed_with_its_text(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server takes no more than a few megabytes, and drafts from none of the data of a picture."""
+    monkeypatch.setattr("agentspec.client.priming.IMPORT_PART_BYTES", 1_000)
+    text, data = {"type": "text", "text": "What is it?"}, "QUJD" * 1_000
+    parts: list[dict[str, Any]] = [
+        text,
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        {"type": "file", "file": {"file_data": data}},
+        {"type": "input_image", "image": [data], "width": 3},
+    ]
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    for asked in ({"role": "user", "content": parts}, "And now?"):
+        with connect(server, store=url) as client:
+            session = client.session("s")
+            session.chat(asked)
+    (offered,) = primings(server)
+    assert offered.body["messages"][0] == {
+        "role": "user",
+        "content": [
+            text,
+            {"type": "image_url", "image_url": {"url": ""}},
+            {"type": "input_audio", "input_audio": {"data": "", "format": ""}},
+            {"type": "file", "file": {"file_data": ""}},
+            {"type": "input_image", "image": [""], "width": 3},
+        ],
+    }
+    with connect(server, store=url) as client:
+        session = client.session("s")
+        assert session.prime() == 1 and session.messages[0]["content"] == parts, "they stay in the session"
+    assert primings(server)[-1].body["messages"][:2] == offered.body["messages"]
+    assert server.chats[-1].body["messages"][0]["content"] == parts
+
+
+def test_a_long_session_is_not_offered(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.client.priming.IMPORT_PART_BYTES", 1_000)
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    for asked in ("long " * 300, "And now?"):
+        with connect(server, store=url) as client:
+            client.session("s").chat(asked)
+    assert not primings(server)
+
+
 def test_a_server_that_refuses_the_offer_is_asked_as_usual(server: FakeServer, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sessions.db"
     with connect(server, store=url) as client:
