@@ -2,8 +2,10 @@
 
 Usage: python streamed_input_run.py MODEL {plain|agentspec} OUT
 
-Twelve requests run at a time, each with four pieces of input, in three rounds, so that later requests draft from
-earlier ones. A third of the requests end by stop tokens. OUT gets {"said": {request: [token ids]}, "accepted"}.
+First two requests run whose prompts hold what the model says, so that they draft at once. The first turn of one ends by
+a stop token, of the other by a repetition. Then twelve requests run at a time, each with four pieces of input, in three
+rounds, so that later requests draft from earlier ones. A third of them end by stop tokens. OUT gets
+{"said": {request: [token ids]}, "accepted"}.
 """
 
 import asyncio
@@ -16,12 +18,23 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from agentspec.server_ext.vllm_launch import engine_options
 
 ROUNDS, REQUESTS, PIECES = 3, 12, 4
+
+LOOP = [339, 20, 20]
+"""Tokens that the model repeats behind ``prompt_of_a_loop``."""
+
+
+def prompt_of_a_loop(times: int) -> list[int]:
+    """Return a prompt that ends with this many of the loops that the model goes on with."""
+    numbers = [300 + j * 7 % 9 for j in range(9)]
+    turned = (numbers[2:] + numbers[:2]) * 2
+    before = [*numbers * 12, *[301] * 39, *turned, 495, *[310, 311, 312, 313, 314] * 6, 225, 20, 30]
+    return [*before, *LOOP * times, *LOOP[:2]]
 
 
 async def main() -> None:
@@ -42,27 +55,40 @@ async def main() -> None:
     engine = AsyncLLM.from_engine_args(arguments)
     said: dict[str, list[int]] = {}
 
-    async def ask(name: str, number: int) -> None:
-        stops = number % 3 == 1
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=40 if stops else (6, 12, 20, 1)[number % 4],
-            ignore_eos=True,
-            output_kind=RequestOutputKind.DELTA,
-            stop_token_ids=list(range(300, 420)) if stops else None,
-            min_tokens=5 if stops and number % 2 else 0,
-        )
+    def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+        kind = RequestOutputKind.DELTA
+        return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=kind, **more)
+
+    async def answer(name: str, *inputs: tuple[list[int], SamplingParams, float]) -> None:
+        """Note what is answered. inputs: tokens, their parameters, and the pause behind them in seconds."""
 
         async def pieces() -> AsyncIterator[StreamingInput]:
-            for piece in range(PIECES):
-                ids = [300 + (j * 7 + number % 2 + piece) % (9 + number % 3) for j in range(40 + 60 * (piece % 2))]
+            for ids, params, pause in inputs:
                 yield StreamingInput(prompt={"prompt_token_ids": ids}, sampling_params=params)
-                await asyncio.sleep(0.05 * (number % 3) + (0.4 if piece == 1 else 0.0))
+                await asyncio.sleep(pause)
 
         said[name] = []
-        async for output in engine.generate(pieces(), params, request_id=name):
+        async for output in engine.generate(pieces(), inputs[-1][1], request_id=name):
             said[name] += [token for completion in output.outputs for token in completion.token_ids]
 
+    async def ask(name: str, number: int) -> None:
+        params = greedy((6, 12, 20, 1)[number % 4])
+        if number % 3 == 1:
+            params = greedy(40, stop_token_ids=list(range(300, 420)), min_tokens=5 if number % 2 else 0)
+        inputs = []
+        for piece in range(PIECES):
+            ids = [300 + (j * 7 + number % 2 + piece) % (9 + number % 3) for j in range(40 + 60 * (piece % 2))]
+            inputs.append((ids, params, 0.05 * (number % 3) + (0.4 if piece == 1 else 0.0)))
+        await answer(name, *inputs)
+
+    other = [350 + j * 13 % 31 for j in range(40)]
+    # The step that samples the stop token drafts behind it. The next turn ends before that draft does.
+    stopped = greedy(40, stop_token_ids=LOOP[:1])
+    await answer("stopped", (prompt_of_a_loop(4), stopped, 0.0), (LOOP, greedy(2), 0.0), (other[:8], greedy(24), 0.0))
+    # The draft that holds the end of the repetition goes on behind it.
+    detection = RepetitionDetectionParams(min_pattern_size=3, max_pattern_size=3, min_count=4)
+    repeated = greedy(40, repetition_detection=detection)
+    await answer("repeated", (prompt_of_a_loop(15), repeated, 0.0), (other, greedy(24), 0.0))
     for turn in range(ROUNDS):
         asked = [ask(f"{turn}-{number}", number) for number in range(REQUESTS)]
         await asyncio.wait_for(asyncio.gather(*asked), 120)

@@ -90,8 +90,12 @@ def test_a_prompt_found_in_the_prefix_cache_is_not_filled_up_with_placeholders(f
     assert theirs_now - theirs == ours_now - ours  # what vLLM verified is what was drafted
 
 
-def test_streamed_input_behind_a_stop_token_is_answered_alike(tmp_path: Path) -> None:
-    """vLLM takes back a sampled stop token, but keeps one that was drafted and accepted, as it is computed."""
+def test_streamed_input_behind_the_end_of_a_response_is_answered_alike(tmp_path: Path) -> None:
+    """vLLM takes back the last token of a response, but would keep one that was accepted, as it is computed.
+
+    It would skip as many tokens of the next input as were accepted behind a repetition, and verify a draft from behind
+    a stop token in the next response.
+    """
 
     def run(method: str) -> Any:
         return run_script("streamed_input_run.py", str(MODEL), method, out=tmp_path / f"{method}.json")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -95,6 +96,21 @@ def test_what_is_accepted_behind_a_repetition_that_ends_the_response_is_not_coun
     verified, room = np.array([8], np.int32), np.full(1, 8, np.int32)
     rows.proposer.propose(Step(rows.batch, (), rows.tokens, np.array([13], np.int32), room, verified, 8))
     assert rows.tokens_and_steps("0") == (tokens, 2)
+
+
+def test_streamed_input_leaves_a_response_as_long_as_the_repetition_that_ended_it() -> None:
+    """vLLM also drops the last of these tokens, and the prompt goes on with the rest."""
+    rows = Rows()
+    rows.step(("0",))
+    rows.proposer._requests.by_id["0"].response.repetition = Repetition(3, 3, 2)
+    rows.tokens[0, 4:13] = [7, 8, 9] * 3
+    verified, room = np.array([8], np.int32), np.full(1, 8, np.int32)
+    rows.proposer.propose(Step(rows.batch, (), rows.tokens, np.array([13], np.int32), room, verified, 8))
+    finish = rows.proposer.cache.finish
+    with patch.object(rows.proposer.cache, "finish", side_effect=finish) as finished:
+        new = NewRequest("0", [*rows.tokens[0, :9].tolist(), 500, 501], Identity())
+        rows.proposer.propose(Step(rows.batch, (new,), rows.tokens, np.array([12], np.int32), room, verified * 0, 0))
+    assert [call.kwargs["output_limit"] for call in finished.call_args_list] == [6]
 
 
 @pytest.mark.alone

@@ -80,7 +80,7 @@ class RunningRequests:
         known = self.by_id.get(new.request_id)
         if known is not None:
             # vLLM drops the last token of a response that streamed input follows; the prompt begins with the rest.
-            said = max(known.response.length - 1, 0)
+            said = max(known.response.length - known.response.behind_end - 1, 0)
             length = known.response.prompt_length + said
             before = np.asarray(new.prompt[:length]).tolist() if known.awaits_start else ()
             self.end(new.request_id, said, partial(tuple, before))

@@ -19,6 +19,7 @@ from agentspec.server_ext.vllm_adapter.worker import (
     grammar_bitmask,
     runner,
     sampling_faults,
+    streamed_input,
 )
 from agentspec.server_ext.vllm_adapter.worker.cpu import on_cpu
 from agentspec.server_ext.vllm_adapter.worker.runner import worker_rpc
@@ -188,6 +189,8 @@ PATCHES = (
           "notes whether the step drafted anything, sends a rollout's figures of drafts before a stop text"),
     Patch("engine core", _SCHEDULER, "_free_request", cheap_steps.free_request,
           "enters the tokens of the last step in the prefix cache"),
+    Patch("engine core", _SCHEDULER, "_handle_stopped_request", streamed_input.handle_stopped_request,
+          "lets streamed input follow a response as without drafts"),
     Patch("engine core", _NEW_REQUEST, "anon_repr", senders.anon_repr,
           "keeps identities out of what vLLM logs when an engine ends"),
     Patch("engine core", _CORE, "post_step", cheap_steps.post_step,

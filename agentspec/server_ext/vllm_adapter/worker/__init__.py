@@ -10,5 +10,6 @@
 ``grammar_bitmask`` keeps the bitmask of structured output small in the same way
 ``cuda_graphs``     chooses CUDA graphs for rows with drafts of different lengths, or none
 ``sampling_faults`` corrects sampling that drafts would change
+``streamed_input``  lets streamed input follow a response as without drafts
 ``cpu``             makes verification cheaper on CPUs
 """

@@ -73,8 +73,9 @@ def sample(original: Callable[..., Any], runner: Any, logits: Any, spec_decode_m
 def take_draft_token_ids(original: Callable[..., Any], runner: Any) -> Any:
     """Return None, which vLLM knows as "no news", in place of an empty draft for every row.
 
-    The scheduler removed each request's draft when it scheduled the request, so there is nothing left to replace. Under
-    asynchronous scheduling vLLM's answer also fills in placeholders, so it is left alone.
+    The scheduler removed each request's draft when it scheduled the request, and takes none of a step that ends a
+    response before streamed input (``streamed_input``), so there is nothing left to replace. Under asynchronous
+    scheduling vLLM's answer also fills in placeholders, so it is left alone.
     """
     return None if _drafted_nothing(runner) else original(runner)
 
