@@ -147,8 +147,9 @@ class DraftingEngine:
     def begin(self, started: Sequence[NewRequest]) -> None:
         """Begin requests just before the forward pass that computes their prompts. Never raises.
 
-        Their prompts are indexed, and stored turns loaded, beside that pass. A request that is running already stays as
-        it is; a step tells of its new prompt. Requests that this call has no time for start in the next steps.
+        Their prompts are indexed, and stored turns loaded, beside that pass. If streamed input has extended the prompt
+        of a running request, its response so far ends now. Nobody may tell of it later, if the caller leaves meanwhile.
+        Requests that this call has no time for start in the next steps.
         """
         if not self.settings.enabled:
             return
@@ -159,7 +160,7 @@ class DraftingEngine:
                     # Do this first, because text of a prompt is not indexed again if the session already holds it.
                     self._work_time.note_stored_turns(waited=False)
                     self._persistence.apply_loaded(self._work_time.for_stored_turns_first())
-                fresh = [new for new in started if new.request_id not in self._requests.by_id]
+                fresh = [new for new in started if not self.knows(new.request_id, len(new.prompt))]
                 if fresh:
                     self._turn_over(fresh, None, self._work_time.for_begun())
                     self._begun_before_pass = True

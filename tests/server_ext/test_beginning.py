@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentspec.cache import FinishedTurn
 from agentspec.cache.store import encode
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
@@ -87,14 +88,37 @@ def test_without_that_its_first_steps_have_no_drafts(server: Server) -> None:
     assert server.step(started=(server.new(),)) == []
 
 
-def test_a_request_that_is_known_stays_until_a_step_tells_of_its_new_prompt(server: Server) -> None:
+def test_streamed_input_begins_a_turn_before_its_prompt_is_computed(server: Server) -> None:
     server.engine.begin([server.new(length=100)])
     server.step(101)
-    server.engine.begin([server.new(length=200)])  # streamed input: its response so far is part of the prompt
-    assert (server.counters["started"], server.counters["finished"]) == (1, 0) and server.engine.knows("r", 100)
-    server.step(201, started=(server.new(length=200),))
-    server.step(202)
+    server.step(102)
+    server.engine.begin([server.new(length=200)])  # its response so far is part of the prompt
     assert (server.counters["started"], server.counters["finished"]) == (2, 1) and server.engine.knows("r", 200)
+    server.step(201)
+    assert server.counters["started"] == 2 and server.engine.stats()["running"] == 1
+
+
+def test_a_response_is_kept_if_its_caller_leaves_while_the_next_input_is_computed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM then reports the end of the next response, which has no token."""
+    kept: list[FinishedTurn | None] = []
+    finish = server.engine.cache.finish
+
+    def noting(*args: Any, **names: Any) -> Any:
+        kept.append(turn := finish(*args, **names))
+        return turn
+
+    monkeypatch.setattr(server.engine.cache, "finish", noting)
+    server.engine.begin([server.new(length=100)])
+    for length in range(101, 111):
+        server.step(length)
+    server.engine.begin([server.new(length=200)])
+    server.engine.finish("r", 0)
+    server.engine.finish_if_idle()
+    said = server.tokens[0, 100:109]  # the prompt has all tokens of the response but the last
+    assert [turn and turn.response.tolist() for turn in kept] == [said.tolist()]
+    assert server.engine.stats()["running"] == 0
 
 
 def test_a_request_that_ends_before_its_first_token_leaves_nothing(server: Server) -> None:

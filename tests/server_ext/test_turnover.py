@@ -98,7 +98,7 @@ def test_a_step_whose_time_went_into_what_begins_in_front_of_its_forward_pass_en
 def test_a_request_that_is_known_already_puts_off_no_end(rows: Rows) -> None:
     rows.begin("stays0")
     rows.begin("ends1")
-    rows.engine.begin([NewRequest("stays0", rows.tokens[0, : PROMPT + 1], Identity())])
+    rows.engine.begin([NewRequest("stays0", rows.tokens[0, :PROMPT], Identity())])
     rows.end("ends1")
     rows.step()
     assert rows.finished == 1
