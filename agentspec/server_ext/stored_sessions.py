@@ -1,11 +1,12 @@
 """List, read, extend and find the sessions of a store, for `session_admin`."""
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Container, Generator, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from agentspec.cache.store import NewEntry, RecordReader, SessionUsage, Store, TurnRecord, decode, encode
 from agentspec.cache.store.background.courtesy import Courtesy
+from agentspec.errors import SessionConflictError
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.session_questions import ImportRecords, ListSessions
 
@@ -71,12 +72,15 @@ class StoredSessions:
     def import_records(self, wanted: ImportRecords, store: Store) -> Iterator[list[int]]:
         """Append the records that a session lacks to the store. Yields their number last.
 
-        If that fails between two slices, the next try appends the others.
+        If that fails between two slices, the next try appends the others. Raises SessionConflictError if the session is
+        erased meanwhile, and leaves nothing behind the erasure.
         """
         session, tenant = wanted.session, wanted.tenant
+        log = self._persistence.logs.of(tenant)
+        looked = last = store.newest(log)
         held: set[tuple[str, int]] = set()
-        for log in self._logs(store, tenant, session=session):
-            for turn in _turns(store, log, session):
+        for part in self._logs(store, tenant, session=session):
+            for turn in _turns(store, part, session):
                 held.add(_name_of(turn))
                 yield []
         if wanted.only_new and (held or self._cache.has_session(tenant, session)):
@@ -88,11 +92,29 @@ class StoredSessions:
             given[_name_of(decode(payload))] = payload
             courtesy.pause()
         new = [NewEntry(session, payload) for name, payload in given.items() if name not in held]
-        for part in _slices_of(new):
-            store.append(self._persistence.logs.of(tenant), part)
+        for entries in _slices_of(new):
+            self._stop_if_erased(wanted, given, store, looked)
+            # The look came before the last append, so the next one begins where that began.
+            looked, last = last, store.append(log, entries)[-1]
             yield []
+        self._stop_if_erased(wanted, given, store, looked)
         self._persistence.load_again(tenant, session, _LOAD_SECONDS)
         yield [len(new)]
+
+    def _stop_if_erased(
+        self, wanted: ImportRecords, given: Container[tuple[str, int]], store: Store, after: str
+    ) -> None:
+        """Raise SessionConflictError if the session of an import was erased behind a cursor.
+
+        given: the names of the turns. Those that came to the store behind another process's erasure are erased again.
+        """
+        log = self._persistence.logs.of(wanted.tenant)
+        tombstone = store.tombstones(log, after=after).get(wanted.session)
+        if tombstone is None:
+            return
+        if any(_name_of(turn) in given for turn in _turns(store, log, wanted.session, after=tombstone)):
+            self._persistence.erase_again(wanted.tenant, wanted.session)
+        raise SessionConflictError("the session was erased while it was imported, so the import has ended")
 
     def tenants(self, session: str, held: Set[str | None], store: Store) -> Iterator[list[str | None]]:
         """Yield the tenants under which a session has turns, in one list. held: tenants that are known to have some."""
@@ -145,10 +167,12 @@ def _slices_of(entries: Sequence[NewEntry]) -> Iterator[list[NewEntry]]:
         yield part
 
 
-def _turns(store: Store, namespace: str, session: str, newest: int | None = None) -> Iterable[TurnRecord]:
+def _turns(
+    store: Store, namespace: str, session: str, newest: int | None = None, after: str | None = None
+) -> Iterable[TurnRecord]:
     """Yield the turns of a session in a log. Skips records that cannot be decoded or name another session."""
     courtesy = Courtesy()
-    for _, record in RecordReader().read(store.read(namespace, session=session, newest=newest)):
+    for _, record in RecordReader().read(store.read(namespace, session=session, newest=newest, after=after)):
         if isinstance(record, TurnRecord):
             yield record
         courtesy.pause()

@@ -286,8 +286,14 @@ class TestExportAndImport:
         monkeypatch.setattr(imports, "MAX_IMPORT_BYTES", 1000)
         assert start(ADA).call(ADA, "PUT", "copy", content=b" " * 1001).status_code == 413
 
-    def test_a_caller_that_leaves_within_its_body_is_no_error_of_the_server(self, start: Start) -> None:
+    @pytest.mark.parametrize("within", [True, False])
+    def test_a_caller_that_leaves_imports_nothing_and_is_no_error_of_the_server(
+        self, start: Start, within: bool
+    ) -> None:
+        """within: whether it leaves within its body; it may also leave while the body's texts are tokenized."""
         server = start(ADA)
+        hold_slow_texts(server)
+        body = json.dumps({"version": 1, "texts": ["a text"]}).encode()
         path = "/v1/agentspec/sessions/copy"
         scope = {
             "type": "http",
@@ -299,7 +305,7 @@ class TestExportAndImport:
             "query_string": b"",
             "headers": [(b"authorization", f"Bearer {ADA}".encode())],
         }
-        arriving = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+        arriving = iter([{"type": "http.request", "body": body, "more_body": within}, {"type": "http.disconnect"}])
         sent: list[Any] = []
 
         async def receive() -> Any:

@@ -12,12 +12,12 @@ import pytest
 from agentspec.cache import SuffixCache
 from agentspec.cache.store import Erasure, NewEntry, encode
 from agentspec.errors import StoreUnavailableError
-from agentspec.server_ext import session_admin
+from agentspec.server_ext import session_admin, stored_sessions
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.persistence.turn_records import turn_of
 from agentspec.server_ext.session_admin import SessionAdmin
-from agentspec.server_ext.session_questions import FindTenants, ImportRecords, ListSessions
+from agentspec.server_ext.session_questions import EraseSession, FindTenants, ImportRecords, ListSessions
 from tests.store.helpers import LOGS, FlakyStore, turn, wait_until
 
 from .stored_engine import NS, TENANT, Engine, records, store, text
@@ -205,6 +205,64 @@ def test_a_session_is_new_if_neither_the_cache_nor_the_store_holds_it(store: Fla
         wait_until(lambda answer=answer, session=session: answer.update(admin.poll(session)) or answer)  # type: ignore[misc]
         assert answer == {"value": [added], "more": False}
         assert len(list(store.read(LOGS.of(None), session=session))) == (session != "in the cache")
+    persistence.close()
+
+
+def test_an_import_ends_where_its_session_is_erased_meanwhile(
+    store: FlakyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_sessions, "_WRITE_RECORDS", 1)
+    monkeypatch.setattr(session_admin, "_SLICE_SECONDS", 0.0)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
+    admin = SessionAdmin(persistence, lambda: ())
+    records = [encode(turn("s", number)) for number in range(1, 5)]
+    question = ImportRecords("s", None, records, only_new=False)
+
+    def stored() -> int:
+        return len(list(store.read(LOGS.of(None), session="s")))
+
+    def poll(job: str, answer: dict[str, Any]) -> bool:
+        answer |= admin.poll(job)
+        return answer.get("more") is False or "error" in answer
+
+    assert admin.begin("import", "a", question) == {}
+    wait_until(lambda: poll("import", {}) or stored() == 2)
+    assert admin.begin("erasure", "a", EraseSession("s", [None])) == {}
+    answer: dict[str, Any] = {}
+    wait_until(lambda: poll("erasure", answer))
+    assert answer["value"]["complete"] and stored() == 0
+    wait_until(lambda: poll("import", answer))
+    assert answer["error"] == "invalid" and "erased while it was imported" in answer["message"]
+    assert stored() == 0
+    assert admin.begin("again", "a", question) == {}  # it was asked for after the erasure
+    answer = {}
+    wait_until(lambda: poll("again", answer))
+    assert "error" not in answer and stored() == 4
+    persistence.close()
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_what_an_import_stores_behind_the_erasure_of_another_process_is_erased_again(
+    store: FlakyStore, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """at: the append before which the other process erases the session."""
+    monkeypatch.setattr(stored_sessions, "_WRITE_RECORDS", 1)
+    append = store.append
+
+    def late(*args: Any) -> list[str]:
+        if len(store.appended) + 1 == at:
+            store.erase_session(LOGS.of(None), "s")
+        return append(*args)
+
+    monkeypatch.setattr(store, "append", late)
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
+    admin = SessionAdmin(persistence, lambda: ())
+    records = [encode(turn("s", number)) for number in range(1, 5)]
+    assert admin.begin("import", None, ImportRecords("s", None, records, only_new=False)) == {}
+    answer: dict[str, Any] = {}
+    wait_until(lambda: answer.update(admin.poll("import")) or answer)
+    assert answer.get("error") == "invalid" and len(store.appended) == at
+    assert list(store.read(LOGS.of(None), session="s")) == []
     persistence.close()
 
 

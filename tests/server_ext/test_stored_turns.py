@@ -234,7 +234,7 @@ def test_what_was_read_while_its_session_was_erased_again_is_not_applied_after_t
         return erase(log, session)
 
     monkeypatch.setattr(store, "erase_session", erase_session)
-    persistence._erase_again(None, "b")
+    persistence.erase_again(None, "b")
     assert persistence.apply_loaded(1.0) == 1
     assert cache.has_session(None, "a") and not cache.has_session(None, "b")
     persistence.close()

@@ -155,6 +155,8 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
         wanted = ImportRecords(session, identity.tenant, payloads, only_new)
         added: list[int] = []
         for number in engine_numbers(engine):  # one by one, because they may share a store
+            if await request.is_disconnected():  # it may have erased the session since
+                raise HTTPException(status_code=400, detail="the caller left, so nothing more is imported")
             added += chain(*await _run(engine, identity, wanted, engines=[number]))
     return {"id": session_id, "turns": len(payloads), "added": max(added)}
 

@@ -23,5 +23,5 @@ and which call removes them, in the order of an erasure on request (`SessionAdmi
               turns that were read meanwhile       BackgroundLoader.forget
 
 The follower's thread applies the tombstones of other processes (`Persistence._forget_session`). If a turn of this
-process came to the store behind such a tombstone, it erases the session again (`Persistence._erase_again`).
+process came to the store behind such a tombstone, it erases the session again (`Persistence.erase_again`).
 """

@@ -123,7 +123,7 @@ class Persistence:
             take=self._turns.add,
             forget_sessions=self._forget_sessions,
             unwritten=self._writer.waiting_sessions,
-            erase_again=self._erase_again,
+            erase_again=self.erase_again,
             learn=self._learn_from,
             forget_tenant=self.cache.forget_tenant,
         )
@@ -228,6 +228,20 @@ class Persistence:
         self._loader.forget(session)
         return job
 
+    def erase_again(self, tenant: str | None, session: str) -> None:
+        """Erase a session here and from the store once more, as a turn of this process came behind its tombstone.
+
+        A request that used the session again may have loaded that turn from the store. Not for the engine's thread.
+        """
+        erasure = Future[Erasure]()
+        self._turns.begin_erasure(session, lambda: erasure)  # so nothing of it is loaded meanwhile
+        try:
+            self._forget_sessions(tenant, [session])
+            self._erase_in_store(self._store, self.logs.of(tenant), session)
+            self._loader.forget(session)
+        finally:
+            erasure.cancel()
+
     def submit(self, job: Callable[[Store], Result], owner: str | None = None) -> "Future[Result]":
         """Run ``job(store)`` in a thread. owner: whoever asked, because owners take turns (``StoreJobs``).
 
@@ -330,20 +344,6 @@ class Persistence:
         if self._follower is None or self.snapshot_erasures is None or self._follower.follows(self.logs.of(tenant)):
             return True
         return self.snapshot_erasures.may_be_saved(tenant)
-
-    def _erase_again(self, tenant: str | None, session: str) -> None:
-        """Erase a session here and from the store once more, as a turn of this process came behind its tombstone.
-
-        A request that used the session again may have loaded that turn from the store. Runs in the follower's thread.
-        """
-        erasure = Future[Erasure]()
-        self._turns.begin_erasure(session, lambda: erasure)  # so nothing of it is loaded meanwhile
-        try:
-            self._forget_sessions(tenant, [session])
-            self._erase_in_store(self._store, self.logs.of(tenant), session)
-            self._loader.forget(session)
-        finally:
-            erasure.cancel()
 
     def _erase_in_job(self, store: Store, session: str, tenants: set[str | None]) -> Erasure:
         """Do what `erase` says, in the job's thread. Raises StoreError if a snapshot or the store still holds it."""
