@@ -14,7 +14,7 @@ SESSION_HEADER, PARENT_HEADER = "X-Session-ID", "X-Parent-Session-ID"
 MAX_IMPORT_BYTES = 8 << 20
 """Longest body of an import, in bytes: about a million tokens. Parsed, it may take 25 times as much memory."""
 MAX_IMPORT_TURNS = 1 << 15
-"""Most turns or texts in a body. Each takes 1.5 KB while it is read, and time in the store's thread, however short."""
+"""Most turns, texts or messages in a body. However short, each takes 1.5 KB while it is read, and a thread's time."""
 IMPORT_PART_BYTES = MAX_IMPORT_BYTES // 2
 """About the most bytes of turns or texts that a client puts into one body, which says more about each of them."""
 MAX_PREDICTION = 16_384

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,6 +93,27 @@ def test_a_long_text_lets_others_have_their_turn(plain: Any) -> None:
         waited.append(time.perf_counter() - begin)
         time.sleep(0.01)
     assert len(waited) >= 5, "it waited for the whole text"
+
+
+def test_a_chat_template_that_takes_long_holds_up_no_text(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One caller's import is rendered while the texts of all callers' chats are encoded."""
+    served = ServedTokenizer(plain)
+    renders, goes_on = threading.Event(), threading.Event()
+
+    def render(*_: object, **__: object) -> str:
+        renders.set()
+        assert goes_on.wait(60)
+        return "a chat"
+
+    monkeypatch.setattr(served._tokenizer, "apply_chat_template", render)
+    with ThreadPoolExecutor(2) as threads:
+        chat = threads.submit(served.apply_chat_template, [], tokenize=False)
+        assert renders.wait(60)
+        try:
+            assert threads.submit(served.encode, "x").result(20)
+        finally:
+            goes_on.set()
+        assert chat.result(60) == "a chat"
 
 
 def test_a_long_text_has_the_tokens_of_its_whole(plain: Any) -> None:

@@ -90,11 +90,13 @@ def _parse(body: bytes | bytearray) -> ExportedSession | SessionTexts:
 
 
 def _check_count(given: Any) -> None:
-    """Raise 400 for more turns or texts than an import may have."""
-    for field in ("turns", "texts"):
+    """Raise 400 for more turns, texts or messages than an import may have."""
+    for field in ("turns", "texts", "messages"):
         items = given.get(field) if isinstance(given, dict) else None
         if isinstance(items, list) and len(items) > MAX_IMPORT_TURNS:
             how = "send the others in further calls, which add to the session"
+            if field == "messages":  # which are one conversation
+                how = "give the newest ones"
             raise _refused(f"{field}: at most {MAX_IMPORT_TURNS} are taken at once, not {len(items)}; {how}")
 
 

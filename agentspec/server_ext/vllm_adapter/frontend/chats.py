@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -44,10 +44,14 @@ class ServedTokenizer:
         with self._lock:
             return str(self._tokenizer.decode(tokens))
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        """Return a chat by the model's template."""
-        with self._lock:
-            return self._tokenizer.apply_chat_template(messages, **options)
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[False], **options: Any
+    ) -> str:
+        """Return a chat by the model's template, as text.
+
+        Takes no lock: the text is made by the template alone, and a template may take seconds for a long chat.
+        """
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=tokenize, **options))
 
 
 def _pieces(text: str) -> Iterator[str]:
