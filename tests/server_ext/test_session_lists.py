@@ -159,6 +159,21 @@ def test_a_session_in_several_logs_counts_as_used_when_its_newest_turn_was_said(
     assert [session["id"] for session in behind] == ["between"]
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_session_in_the_memory_of_several_engines_counts_as_used_when_its_newest_turn_was_said(
+    start: Start, last: int
+) -> None:
+    """Otherwise a page could end before a session that the next one does not show either."""
+    server = start(ADA, url="memory://")
+    server.say(server.identity(ADA, "one"), engine=1 - last)
+    server.say(server.identity(ADA, "between"), engine=last)
+    server.say(server.identity(ADA, "one"), engine=last)
+    assert server.listed(ADA) == ["one", "between"]
+    first = server.call(ADA, "GET", params={"limit": 1}).json()
+    assert [session["id"] for session in first["sessions"]] == ["one"]
+    assert "between" in server.listed(ADA, params={"limit": 1, "before": first["next"]})
+
+
 @pytest.mark.parametrize("before", ["x", "nan", "inf", ""])
 def test_a_time_that_is_none_is_refused(start: Start, before: str) -> None:
     answer = start(ADA, engines=1).call(ADA, "GET", params={"before": before})
