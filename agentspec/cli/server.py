@@ -45,6 +45,10 @@ _SECONDS = 60.0
 _OTHER_RELEASE = "is it of another release of agentspec?"
 _TRUST = "; if you trust this server, name a file with its authority's certificate in the variable SSL_CERT_FILE"
 _ENCODE = "give http:// or https://, then user:password@host, with special characters of both percent-encoded"
+_BAD_HEADER = (
+    "a header cannot be sent: give --header and AGENTSPEC_API_KEY as UTF-8, without control characters, and no space in"
+    " a header's name"
+)
 _UNIX = "unix://"
 _WHITE = " \t"
 """What a server drops around a header's value. Other spaces tell two names of a gateway apart."""
@@ -57,16 +61,10 @@ def server_at(url: str, headers: list[str] | None, seconds: float = _SECONDS) ->
     Raises ConfigurationError for a URL or header that cannot work, and StoreUnavailableError, also from calls in the
     block, where no server answers.
     """
-    given = {}
-    for header in headers or []:
-        name, colon, value = header.partition(":")
-        if not colon or not name.strip(_WHITE):
-            raise ConfigurationError("--header: give it as 'Name: value'")
-        given[name.strip(_WHITE)] = value.strip(_WHITE)
-    if key := os.environ.get("AGENTSPEC_API_KEY"):
-        given["Authorization"] = f"Bearer {key}"
+    sent = _headers_of(headers or [])
+    if not url.startswith(_UNIX) and any("\ud800" <= sign <= "\udfff" for sign in url):
+        raise ConfigurationError(f"--url {without_secrets(url)}: it is not UTF-8")
     try:
-        sent = httpx.Headers(given, encoding="utf-8")  # servers read it, too: names in headers need not be ASCII
         way: dict[str, Any] = {}
         if url.startswith(_UNIX):
             way["transport"] = httpx.HTTPTransport(uds=url.removeprefix(_UNIX))
@@ -75,10 +73,7 @@ def server_at(url: str, headers: list[str] | None, seconds: float = _SECONDS) ->
         with httpx.Client(base_url=root_of(url) + f"/v1/{ROUTE}", headers=sent, timeout=seconds, **way) as client:
             yield client
     except httpx.LocalProtocolError:  # its text quotes the value, which may be a key
-        raise ConfigurationError(
-            "a header cannot be sent: give --header and AGENTSPEC_API_KEY without control characters, and no space in"
-            " a header's name"
-        ) from None
+        raise ConfigurationError(_BAD_HEADER) from None
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         wrong = str(error)
         if "@" in url:  # the error may quote a part of a password
@@ -89,6 +84,24 @@ def server_at(url: str, headers: list[str] | None, seconds: float = _SECONDS) ->
     except httpx.HTTPError as error:
         why = f"{error or type(error).__name__}{_remedy(url, error)}"
         raise StoreUnavailableError(f"{without_secrets(url)} does not answer: {why}") from None
+
+
+def _headers_of(headers: list[str]) -> httpx.Headers:
+    """Return the headers of each call: those given, and the key. Raises ConfigurationError for one that cannot work."""
+    given = {}
+    for header in headers:
+        name, colon, value = header.partition(":")
+        if not colon or not name.strip(_WHITE):
+            raise ConfigurationError("--header: give it as 'Name: value'")
+        if name.strip(_WHITE).lower() == "content-length":  # h11's error for a wrong one would be a traceback
+            raise ConfigurationError("--header: Content-Length is counted here; leave it out")
+        given[name.strip(_WHITE)] = value.strip(_WHITE)
+    if key := os.environ.get("AGENTSPEC_API_KEY"):
+        given["Authorization"] = f"Bearer {key}"
+    try:
+        return httpx.Headers(given, encoding="utf-8")  # servers read it, too: names in headers need not be ASCII
+    except UnicodeEncodeError:
+        raise ConfigurationError(_BAD_HEADER) from None
 
 
 def _remedy(url: str, error: httpx.HTTPError) -> str:

@@ -136,6 +136,8 @@ def import_session(
 
 
 def _read(file: Path) -> bytes:
+    if file == _DASH and sys.stdin is None:
+        raise InvalidInputError("-: the standard input is closed; name a file")
     try:
         return sys.stdin.buffer.read() if file == _DASH else file.read_bytes()
     except OSError as error:

@@ -209,6 +209,10 @@ class Settings(BaseModel):
             raise ValueError("it is empty; give a value, or leave it out")
         if value is not None and "\0" in value:  # a file's name; Python's own error would be a traceback
             raise ValueError("no file has a NUL character in its name; leave it out")
+        try:
+            os.fsencode(value or "")
+        except UnicodeEncodeError:
+            raise ValueError("half of a surrogate pair cannot be encoded; leave it out") from None
         return value
 
     @field_validator("history_window", mode="before")

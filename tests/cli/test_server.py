@@ -46,6 +46,11 @@ def test_a_proxy_that_does_not_answer_is_named(agentspec: Program, monkeypatch: 
     assert "proxy" not in agentspec("sessions", "list", "--url", "http://elsewhere.invalid")[1]
 
 
+def test_an_address_that_is_not_utf_8_is_refused(agentspec: Program) -> None:
+    status, printed = agentspec("sessions", "list", "--url", "http://localhost:1/\udcff")
+    assert status == 2 and "it is not UTF-8" in printed
+
+
 @pytest.mark.parametrize("url", ["localhost:8000", "127.0.0.1:8000", "htp://localhost"])
 def test_an_address_without_a_scheme_is_refused_with_an_example(agentspec: Program, url: str) -> None:
     status, printed = agentspec("sessions", "list", "--url", url)
@@ -135,7 +140,14 @@ def test_a_server_with_tls_that_is_asked_without_is_told_apart(
 
 @pytest.mark.parametrize(
     ("header", "key", "message"),
-    [("X-User: jürgen", "", "does not answer"), ("X User: a", "", "--header"), ("X-User: a", "secret\n", "--header")],
+    [
+        ("X-User: jürgen", "", "does not answer"),
+        ("X User: a", "", "--header"),
+        ("X-User: a", "secret\n", "--header"),
+        ("X-User: a", "secret\udcff", "--header"),  # how Python spells a byte that is not UTF-8
+        ("X-User: \udcff", "secret", "--header"),
+        ("content-length: 5", "secret", "--header: Content-Length"),
+    ],
 )
 def test_a_header_that_cannot_be_sent_is_named_without_the_key(
     agentspec: Program, monkeypatch: pytest.MonkeyPatch, header: str, key: str, message: str

@@ -169,6 +169,13 @@ def test_a_session_goes_through_a_pipe(sessions: Sessions, monkeypatch: pytest.M
     assert not (tmp_path / "-").exists()
 
 
+def test_a_closed_standard_input_is_named(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has None in its place where the shell closed it (``<&-``)."""
+    monkeypatch.setattr("sys.stdin", None)
+    status, printed = sessions("import", "fix-42", "-")
+    assert (status, printed) == (2, "agentspec: -: the standard input is closed; name a file\n")
+
+
 def test_an_export_may_take_minutes(sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first byte of a session of 350,000 turns comes after two minutes."""
     client, waits = httpx.Client, list[float]()

@@ -238,6 +238,9 @@ class TestServe:
         for missing in (str(tmp_path / "missing"), "missing/", "no/such/folder"):
             with pytest.raises(SpeculatorError, match="no such folder"):
                 self.served({**ARCTIC, "model": missing})
+        for name in ("./" + "a" * 5_000, "a" * 5_000 + "/b"):
+            with pytest.raises(SpeculatorError, match="File name too long; give another folder"):
+                self.served({**ARCTIC, "model": name})
         (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
         with pytest.raises(SpeculatorError, match="architectures"):
             self.served({**ARCTIC, "model": str(tmp_path)})

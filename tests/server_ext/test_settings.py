@@ -344,6 +344,14 @@ class TestLaunch:
         with pytest.raises(ConfigurationError, match=f"{name}.*NUL character"):
             load_settings({}, environ)
 
+    @pytest.mark.parametrize("name", ["store", "record", "api_keys_file", "public", "speculator"])
+    def test_a_name_with_half_of_a_surrogate_pair_is_refused(self, name: str) -> None:
+        environ = {"AGENTSPEC_SETTINGS": json.dumps({name: "./a\ud83d"})}
+        with pytest.raises(ConfigurationError, match=f"{name}.*half of a surrogate pair"):
+            load_settings({}, environ)
+        if name == "record":  # how Python spells a name of a file that is not UTF-8
+            assert load_settings({"agentspec": {name: "./a\udcff"}}, {}).record == "./a\udcff"
+
     @pytest.mark.parametrize("name", ["store", "tenant", "record"])
     def test_an_empty_option_is_refused(self, name: str) -> None:
         environ = {"AGENTSPEC_STORE": "redis://h/0"}

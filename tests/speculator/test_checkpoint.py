@@ -337,6 +337,8 @@ def test_json_of_something_else_is_named(name: str, text: str, tmp_path: Path) -
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(SpeculatorError, match="no such folder"):
         load_speculator(tmp_path / "nowhere")
+    with pytest.raises(SpeculatorError, match="File name too long; give another folder"):
+        load_speculator("./" + "a" * 5_000)
     with pytest.raises(SpeculatorError, match="~nobody-here/s: there is no such home folder; write"):
         load_speculator("~nobody-here/s")
     folder = lstm().write(tmp_path / "speculator")

@@ -128,9 +128,13 @@ def find_folder(path_or_id: str | Path) -> Path:
         folder = expand_home(path_or_id)
     except OSError as error:
         raise SpeculatorError(f"speculator {path_or_id}: {error.strerror}; write the folder out") from None
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    try:
+        if folder.is_dir():
+            return folder
+        is_file = folder.exists()
+    except OSError as error:  # the name is too long
+        raise SpeculatorError(f"speculator {path_or_id}: {error.strerror}; give another folder, or a hub id") from None
+    if is_file:
         raise SpeculatorError(f"speculator {path_or_id}: a file; give the folder with config.json and the weights")
     name = str(path_or_id)
     if is_path(name) or name.count("/") != 1:

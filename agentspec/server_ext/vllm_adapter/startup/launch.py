@@ -17,6 +17,7 @@ import socket
 import ssl
 import sys
 from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +200,11 @@ def _check_speculator(name: str | None, tokens: int | None) -> None:
 
     ``check_draft_model`` checks a hub's speculator, and whether a speculator fits the served model.
     """
-    if name is None or not (is_path(name) or Path(name).is_dir()):
+    if name is None:
         return
+    with suppress(OSError):  # find_folder says what is wrong with a name that is too long
+        if not (is_path(name) or Path(name).is_dir()):
+            return
     from agentspec.server_ext.speculator.checkpoint import find_folder, read_config
     from agentspec.server_ext.speculator.config import SpeculatorConfig
 
