@@ -29,6 +29,9 @@ def test_api_ids_lose_the_engines_decoration() -> None:
     assert vllm_adapter.api_request_id("resp_abc_0-deadbeef") == "resp_abc"
     assert vllm_adapter.api_request_id("resp_a_1_12-deadbeef") == "resp_a_1"
     assert vllm_adapter.api_request_id("1_chatcmpl-job_7_0-deadbeef", batch=True) == "chatcmpl-job_7"
+    assert vllm_adapter.api_request_id("job_7_0-deadbeef", batch=True) == "job_7"  # a response's, chosen by its caller
+    for kind in ("decision", "generative-scoring"):
+        assert vllm_adapter.api_request_id(f"{kind}-abc-1-deadbeef") == f"{kind}-abc"
     assert vllm_adapter.api_request_id("chatcmpl-job_7-deadbeef") == "chatcmpl-job_7"
     for given in ("", "a\nb", "c\n", "5", "-1"):  # X-Request-Id or request_id of callers
         assert vllm_adapter.api_request_id(f"cmpl-{given}-0-deadbeef") == f"cmpl-{given}"

@@ -245,6 +245,22 @@ def test_a_path_is_the_one_that_is_routed_whatever_the_root_path(root: str, befo
     assert routed == (before in ("", root))
 
 
+@pytest.mark.parametrize(
+    ("path", "numbered"),
+    [("/v1/responses", True), ("/v1/chat/completions/batch", True), ("/v1/chat/completions", False)],
+)
+async def test_routes_on_which_vllm_numbers_the_requests_are_told(path: str, numbered: bool) -> None:
+    """Otherwise the figures could not be asked for by the id in the response, which lacks the number."""
+    found: list[bool] = []
+
+    async def app(*_: Any) -> None:
+        sender = senders.presented()
+        found.append(sender is not None and sender.batch)
+
+    await senders.CallerMiddleware(app)({"type": "http", "path": path, "headers": []}, None, None)
+    assert found == [numbered]
+
+
 async def test_a_request_is_not_taken_for_the_one_before_it_on_its_connection() -> None:
     """The server may start a request's task in the context of the request before."""
     found: list[Presented | None] = []

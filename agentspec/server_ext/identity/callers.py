@@ -40,7 +40,8 @@ class Presented:
 
     headers: as ASGI gives them, names in lower case. verified: whether vLLM found its key among ``--api-key``; None:
     vLLM checks no keys. prediction: the tokens that it expects as its response. quotable: the tokens that its response
-    may quote, as the bytes of an int32 array. batch: whether vLLM numbers its chats, each of them a request.
+    may quote, as the bytes of an int32 array. batch: whether vLLM numbers the requests that it makes of this
+    one, with ``_`` in front: chats of a batch, turns of a response.
     call: tells it from others that have the same ``X-Request-Id``.
     """
 

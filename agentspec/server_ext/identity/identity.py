@@ -55,7 +55,7 @@ CALL_KEY = "agentspec_call"
 LENGTH_KEY = "agentspec_length"
 """Key in ``extra_args`` of a request whose length the API server tells, because a stop text may end its response."""
 BATCH_KEY = "agentspec_batch"
-"""Key in ``extra_args`` of a request that is one of several chats of an API call (`Presented.batch`)."""
+"""Key in ``extra_args`` of a request that is one of several of an API call (`Presented.batch`)."""
 
 _OUR_KEYS = (  # which callers cannot set
     *(IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, CALL_KEY, LENGTH_KEY, BATCH_KEY),

@@ -15,8 +15,8 @@ RPC_METHOD = "agentspec_rpc"
 _RPC_SECONDS = 5.0
 _CHILD_PREFIX = re.compile(r"^\d+_")
 _ENGINE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
-_PART_NUMBER = re.compile(r"^(cmpl-.*)-\d+$|^(resp_.*)_\d+$", re.DOTALL)
-_CHAT_NUMBER = re.compile(r"_\d+$")
+_PART_NUMBER = re.compile(r"^((?:cmpl|decision|generative-scoring)-.*)-\d+$|^(resp_.*)_\d+$", re.DOTALL)
+_NUMBER_OF_BATCH = re.compile(r"_\d+$")
 
 
 async def ask_engines(
@@ -103,12 +103,12 @@ def api_request_id(engine_request_id: str, *, batch: bool = False) -> str:
     """Return the id under which the API returned an engine's request.
 
     The engine adds a random suffix to that id, the sample's number in front (n > 1), and a part's number behind (a
-    completions request may hold several prompts, a response several turns with vLLM's own tools).
+    completions request may hold several prompts, a decision several questions, a scoring several items, a response
+    several turns with vLLM's own tools).
 
-    batch: whether it is a chat of a call to `BATCH`. vLLM numbers these chats, too. Elsewhere a chat's own id may end
-    in such a number, which is kept.
+    batch: as for `Presented`. Elsewhere a chat's own id may end in such a number, which is kept.
     """
     plain = _ENGINE_SUFFIX.sub("", _CHILD_PREFIX.sub("", engine_request_id))
     if batch:
-        return _CHAT_NUMBER.sub("", plain)
+        return _NUMBER_OF_BATCH.sub("", plain)
     return _PART_NUMBER.sub(lambda found: found[1] or found[2], plain)

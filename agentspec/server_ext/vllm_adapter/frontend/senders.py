@@ -27,6 +27,8 @@ ROUTES = f"/v1/{ROUTE}"
 """Path under which agentspec's HTTP routes lie."""
 BATCH = "/v1/chat/completions/batch"
 """Path of vLLM's route for several chats in one call."""
+_NUMBERED = (BATCH, "/v1/responses")
+"""Paths of vLLM's routes that number the engine's requests behind ids that callers may choose."""
 _PRESENTED = "agentspec_presented"
 _presented: ContextVar[Presented | None] = ContextVar(_PRESENTED, default=None)
 """Sender of the HTTP request that is being handled; None outside of HTTP."""
@@ -72,7 +74,7 @@ def _presenting(sender: Presented) -> Iterator[None]:
 
 def _sender(scope: Any, *, verified: bool | None = None) -> Presented:
     """Return the sender of an HTTP request. scope: ASGI's. verified: as for `Presented`."""
-    return Presented(scope["headers"], verified=verified, batch=path_of(scope) == BATCH)
+    return Presented(scope["headers"], verified=verified, batch=path_of(scope) in _NUMBERED)
 
 
 class CallerMiddleware:
