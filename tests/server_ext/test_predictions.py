@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from fastapi.testclient import TestClient
 
 from agentspec.cache import SOURCES
 from agentspec.protocol import MAX_PREDICTION
+from agentspec.server_ext.api import request_bodies
 from agentspec.server_ext.api.predictions import read_prediction
 from agentspec.server_ext.identity import IDENTITY_KEY, PREDICTION_KEY, RequestTagger
 from agentspec.server_ext.identity.callers import Presented
@@ -78,6 +81,45 @@ def test_it_reaches_the_engine_and_usage_has_its_figures(start: Start, content: 
     assert seen == [(body, [ord(c) for c in TEXT])]
     plain = server.post("/v1/chat/completions", json={"messages": []}, headers=headers).json()
     assert plain["usage"] == USAGE and seen[1] == ({"messages": []}, None)
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+async def test_a_body_is_held_once_while_it_is_answered(
+    start: Start, monkeypatch: pytest.MonkeyPatch, predicts: bool
+) -> None:
+    """An answer may take minutes, and a body with images many megabytes."""
+    server, _, _ = serve(start)
+    read, freed = request_bodies._read, threading.Event()
+
+    class Body(bytes):
+        def __del__(self) -> None:
+            freed.set()
+
+    async def noted(receive: Any) -> Any:
+        body, replayed = await read(receive)
+        return Body(body), replayed
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        for part in parts:
+            assert await receive() == part
+        assert await asyncio.to_thread(freed.wait, 20)
+
+    monkeypatch.setattr(request_bodies, "_read", noted)
+    body = json.dumps({"messages": [], **({"prediction": PREDICTION} if predicts else {})}).encode()
+    parts = [
+        {"type": "http.request", "body": body[:9], "more_body": True},
+        {"type": "http.request", "body": body[9:], "more_body": False},
+    ]
+    arriving = iter(parts)
+
+    async def receive() -> Any:
+        return next(arriving)
+
+    async def send(_: Any) -> None:
+        raise AssertionError("an error was sent")
+
+    scope = {"type": "http", "path": "/v1/chat/completions", "headers": [], "app": server.app}
+    await request_bodies.BodyMiddleware(answer)(scope, receive, send)
 
 
 def test_a_tokenizer_that_fails_costs_no_answer(start: Start, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,12 +51,13 @@ class BodyMiddleware:
         if predicts or may_quote(body):
             try:
                 state, loop = scope["app"].state, asyncio.get_running_loop()
-                read = partial(copy_context().run, self._drafts_from, state, engine, body, predicts)
-                given = await loop.run_in_executor(self._thread, read)
+                run = copy_context().run
+                given = await loop.run_in_executor(self._thread, run, self._drafts_from, state, engine, body, predicts)
             except InvalidInputError as error:
                 what = {"message": str(error), "type": "BadRequestError", "param": "prediction", "code": 400}
                 await JSONResponse({"error": what}, status_code=400)(scope, replayed, send)
                 return
+        del body  # the app has its own copy, and its answer may take minutes
         with drafting_from(*given):
             await self._app(scope, replayed, send)
 
@@ -108,14 +109,12 @@ def _owner(engine: Any) -> str | None:
 
 async def _read(receive: Receive) -> tuple[bytes, Receive]:
     """Return a request's body, and a function with which the app receives it again."""
-    messages: list[Message] = []
+    messages = deque[Message]()
     while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False)):
         messages.append(await receive())
     body = b"".join(message.get("body", b"") for message in messages)
-    again = iter(messages)
 
     async def replayed() -> Message:
-        message = next(again, None)
-        return await receive() if message is None else message
+        return messages.popleft() if messages else await receive()
 
     return body, replayed
