@@ -143,6 +143,8 @@ def ask(server: httpx.Client, method: str, path: str, expected: str, **more: Any
         why = _reason(answer)
         if why in ("", "Not Found"):
             why = f"HTTP {answer.status_code}; is this a server with agentspec?"
+            if answer.status_code == 404:
+                why += " Plain `vllm serve` needs VLLM_PLUGINS=agentspec"
         raise (StoreUnavailableError if answer.status_code == 503 else InvalidInputError)(why)
     if not _has(answer, expected):
         location = answer.headers.get("Location")

@@ -26,6 +26,7 @@ __all__ = ["agentspec", "start"]
 
 Top = Callable[..., tuple[int, str]]
 URL = "http://127.0.0.1:8000"
+NO_ROUTES = "HTTP 404; is this a server with agentspec? Plain `vllm serve` needs VLLM_PLUGINS=agentspec"
 
 
 @pytest.fixture
@@ -148,9 +149,9 @@ def test_no_server_is_named(agentspec: Program, url: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (404, {"detail": "Not Found"}, "HTTP 404; is this a server with agentspec?"),
-        (404, {"error": {"message": "Not Found", "code": 404}}, "HTTP 404; is this a server with agentspec?"),
-        (502, "bad gateway", "HTTP 502; is this a server with agentspec?"),
+        (404, {"detail": "Not Found"}, NO_ROUTES),
+        (404, {"error": {"message": "Not Found", "code": 404}}, NO_ROUTES),
+        (502, "bad gateway", "HTTP 502; is this a server with agentspec?\n"),
         (403, {"detail": "say please"}, "say please"),
         (403, {"error": {"message": "say please", "code": 403}}, "say please"),  # as vLLM words all errors
     ],
