@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache.store import RecordReader, TurnRecord, open_store
+from agentspec.cache.store import LogNames, RecordReader, TurnRecord, open_store
 from agentspec.server_ext.engine import DraftingEngine, make_cache
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
@@ -35,10 +35,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 class Replica:
     """Run an engine on a store that others share. It takes steps as in vLLM's worker."""
 
-    def __init__(self, url: str, snapshot: Path | None = None, preload: int = 100) -> None:
+    def __init__(self, url: str, snapshot: Path | None = None, preload: int = 100, logs: LogNames = LOGS) -> None:
         self.store = open_store(url)
         settings = Settings(verify_cost=0.001)
-        self.persistence = Persistence(make_cache(settings, 100_000, 16), self.store, LOGS, preload)
+        self.persistence = Persistence(make_cache(settings, 100_000, 16), self.store, logs, preload)
         self.engine = DraftingEngine(settings, self.persistence, snapshot=snapshot)
         self.cache = self.engine.cache
         self.texts: dict[str, list[int]] = {}
@@ -92,10 +92,10 @@ class Replica:
     def follower(self, name: str) -> int:
         return int(self.persistence.stats()["follower"][name])
 
-    def place(self) -> str | None:
+    def place(self, log: str = NS) -> str | None:
         """Return the cursor up to which the tenant's erasures are known."""
         assert self.persistence.snapshot_erasures is not None
-        return self.persistence.snapshot_erasures.places().get(NS)
+        return self.persistence.snapshot_erasures.places().get(log)
 
     def wait(self, condition: Callable[[], object]) -> None:
         """Take steps until the condition holds."""

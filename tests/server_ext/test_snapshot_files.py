@@ -161,25 +161,25 @@ def test_an_erased_session_is_in_no_file(tmp_path: Path) -> None:
     assert SuffixCache(vocab_size=2**31).load_snapshot(path, identity=snapshot_identity("model", cache)) == b"{}\n"
 
 
-def test_an_erased_session_is_in_no_file_of_another_tenant_or_engine_of_the_model(tmp_path: Path) -> None:
-    """The others may no longer run. Another model has its own logs, and keeps its file."""
+def test_an_erased_session_is_in_no_file_of_another_tenant_engine_or_model(tmp_path: Path) -> None:
+    """The others may no longer run. Another store keeps its file, also where its name begins with this one's."""
 
-    def snapshot(log: str, number: int) -> Path:
-        path = snapshot_path(f"sqlite:///{tmp_path}/server.db", log, number)
+    def snapshot(log: str, number: int, store: str = "server.db") -> Path:
+        path = snapshot_path(f"sqlite:///{tmp_path}/{store}", log, number)
         assert path is not None
         return path
 
-    others = [snapshot("1.b", 0), snapshot("1.a", 1)]
-    another_model = snapshot("2.a", 0)
+    others = [snapshot("1.b", 0), snapshot("1.a", 1), snapshot("2.a", 0)]
+    another_store = snapshot("1.a", 0, "server.db-1.a")
     cache = make()
     keeper = keep(snapshot("1.a", 0), cache)
     others += [path.with_name(f"{path.name}.tmp1mAN0x") for path in others]  # files of engines killed while they saved
-    for file in (*others, another_model):
+    for file in (*others, another_store):
         file.write_bytes(b"text")
     converse([cache], 1)
     assert keeper.save()
     keeper.delete()
-    assert not any(file.exists() for file in (snapshot("1.a", 0), *others)) and another_model.exists()
+    assert not any(file.exists() for file in (snapshot("1.a", 0), *others)) and another_store.exists()
     assert keeper.save() and snapshot("1.a", 0).exists()
     snapshot("1.a", 0).unlink()  # by an erasure in another process
     assert keeper.save() and snapshot("1.a", 0).exists()
@@ -211,7 +211,11 @@ def test_an_erased_session_is_in_no_file_of_the_same_redis_by_another_address(
         assert path is not None
         return path
 
-    here, there, another_model = snapshot("127.0.0.1", "1.a"), snapshot("localhost", "1.b"), snapshot("h", "2.a")
+    here, there, another_model = (
+        snapshot("127.0.0.1", "1.a"),
+        snapshot("localhost", "1.b"),
+        snapshot("localhost", "2.a"),
+    )
     here.parent.mkdir(exist_ok=True)
     old = snapshot("long-gone", "3.a")
     beside = here.with_name("server.db-1.a-0.snapshot")
@@ -224,7 +228,7 @@ def test_an_erased_session_is_in_no_file_of_the_same_redis_by_another_address(
     keeper.wait_loaded(30)
     assert not old.exists() and there.exists() and beside.exists()
     keeper.delete()
-    assert not there.exists() and another_model.exists() and beside.exists()
+    assert not there.exists() and not another_model.exists() and beside.exists()
     keeper.close()
 
 

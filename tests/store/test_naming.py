@@ -57,6 +57,21 @@ def test_what_is_set_apart_from_a_tenant_has_logs_of_its_own_in_the_tenants_fami
     assert sum(logs.of(other).startswith(logs.family(tenant)) for other in others) == 1
 
 
+def test_the_logs_of_a_tenant_are_found_whatever_their_model() -> None:
+    one, two = (LogNames(digit * 16, b"secret") for digit in "12")
+    apart = f"{mac(b'secret', 'apart', 'salt')}/acme"
+    names = [logs.of(tenant) for logs in (one, two) for tenant in (None, "acme", apart)]
+    of_others = [
+        LogNames("1" * 16, b"another secret").of("acme"),
+        "0123abcd",
+        "29ac143d2224796d1cd003a9efc0f20782e000ef",
+    ]
+    assert one.of_any_model(["acme"], [*names, *of_others]) == [one.of("acme"), two.of("acme")]
+    assert two.of_any_model([apart, None], names) == [
+        logs.of(tenant) for logs in (one, two) for tenant in (None, apart)
+    ]
+
+
 def test_the_unnamed_tenant_is_no_named_one() -> None:
     names = [None, "", "None", "null", "-"]
     assert len({LogNames("0" * 16, b"secret").of(name) for name in names}) == len(names)

@@ -218,9 +218,9 @@ class Persistence:
     def erase(self, session: str, tenants: Iterable[str | None], owner: str | None = None) -> "Future[Erasure]":
         """Erase a session from queues, cache and snapshots, these tenants' logs and every other log that holds it.
 
-        session: its key; from now on nothing of it is loaded. The logs tell other processes, too. Once this call has
-        returned, call ``SessionHolder.forget_session`` for its running requests. owner: as for ``submit``. Raises
-        StoreUnavailableError if too many jobs wait, and changes nothing then.
+        These logs are of all models, and tell other processes, too. session: its key; from now on nothing of it is
+        loaded. Once this call has returned, call ``SessionHolder.forget_session`` for its running requests. owner: as
+        for ``submit``. Raises StoreUnavailableError if too many jobs wait, and changes nothing then.
         """
         erase = partial(self._erase_in_job, session=session, tenants=set(tenants))
         job = self._turns.begin_erasure(session, lambda: self._jobs.submit(erase, owner))
@@ -363,10 +363,13 @@ class Persistence:
         """Erase a session from the logs of these tenants and from every other log that holds it. Raises StoreError."""
         if not self._writer.forget(session, _ERASE_SECONDS):
             raise StoreUnavailableError("the store does not answer, so the session is not erased; try again later")
-        logs = {self.logs.of(tenant) for tenant in tenants}
-        # Since the tenants were named, a turn of the session may have been stored under another one.
-        logs.update(store.namespaces(self.logs.prefix, session=session))
-        erased = [self._erase_in_store(store, log, session) for log in logs]
+        tenants = set(tenants)
+        logs = [self.logs.of(tenant) for tenant in tenants]
+        # Since the tenants were named, a turn of the session may have been stored under another one. And servers of
+        # other models may hold the session, also where they have not stored it.
+        logs += store.namespaces(session=session)
+        logs += self.logs.of_any_model(tenants, store.namespaces())
+        erased = [self._erase_in_store(store, log, session) for log in dict.fromkeys(logs)]
         self._loader.forget(session)
         return Erasure(sum(each.records for each in erased), all(each.complete for each in erased))
 

@@ -63,8 +63,7 @@ class SnapshotKeeper:
         erasures: SnapshotErasures | None = None,
     ) -> None:
         self._path, self._cache, self._identity = path, cache, identity
-        parts = path.name.rsplit("-", 2)  # store, log and the engine's number, as `snapshot_path` joins them
-        self._store_name, self._log_name = parts[0], parts[1] if len(parts) > 1 else ""
+        self._store_name = path.name.rsplit("-", 2)[0]  # `snapshot_path` adds the log and the engine's number
         self._note, self._interval = note, interval
         self._max_bytes, self._max_age, self._erasures = max_bytes, max_age, erasures
         self._loaded_note = b""
@@ -115,8 +114,9 @@ class SnapshotKeeper:
     def delete(self) -> None:
         """Delete the file, because it holds a session that was erased; the next save writes one without it.
 
-        A save that runs meanwhile is discarded. The model's snapshots of other tenants and engines are deleted too, and
-        so are unfinished files: those of engines that no longer run may hold the session, and the others save again.
+        A save that runs meanwhile is discarded. The store's snapshots of other tenants, engines and models are deleted
+        too, and so are unfinished files: those of engines that no longer run may hold the session, and the others save
+        again.
         Raises StoreError if the file cannot be deleted.
         """
         try:
@@ -124,7 +124,7 @@ class SnapshotKeeper:
         except OSError as error:
             why = f"{self._path}: cannot be deleted, and holds what was erased: {error.strerror}"
             raise StoreError(why) from None
-        for path in self._of_this_store(self._log_name.partition(".")[0] + "."):
+        for path in self._of_this_store():
             with contextlib.suppress(OSError):  # another user's
                 path.unlink()
         self._delete_unfinished()
@@ -241,15 +241,17 @@ class SnapshotKeeper:
             with contextlib.suppress(OSError):  # another user's
                 _delete_unless_written(left)
 
-    def _of_this_store(self, log: str = "", ending: str = "") -> list[Path]:
-        """Return the snapshots beside the same store, of logs whose names begin with ``log``.
+    def _of_this_store(self, ending: str = "") -> list[Path]:
+        """Return the snapshots beside the same store, of whatever log.
 
-        All Redis servers count as the same store, because one may have several addresses, and a log's name depends only
-        on the model and the servers' secret. ending: a pattern for what follows the name of a snapshot.
+        All Redis servers count as the same store, because one may have several addresses. ending: a pattern for what
+        follows the name of a snapshot.
         """
         of_redis = _OF_REDIS.fullmatch(self._store_name)
         store = PLACE_DIGITS * "[0-9a-f]" if of_redis else glob.escape(self._store_name)
-        return self._beside(f"{store}-{glob.escape(log)}*.snapshot{ending}")
+        dashes = self._store_name.count("-") + 2  # a store whose name begins so has more
+        found = self._beside(f"{store}-*.snapshot{ending}")
+        return [path for path in found if path.name.rpartition(".snapshot")[0].count("-") == dashes]
 
     def _beside(self, pattern: str) -> list[Path]:
         """Return the files in the snapshot's folder that match a pattern; none if the folder cannot be read."""
