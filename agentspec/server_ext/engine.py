@@ -235,6 +235,7 @@ class DraftingEngine:
             "memory": {"limit": self.settings.max_bytes, "bytes": sum(parts.values()), **parts},
             "steps": self._steps,
             "steps_held_back": self._held_back,
+            "requests_erased": self.sessions.erased_requests,
             "running": len(self._requests.unfailed()),
             **self.metrics.stats(),
             "verify_cost": self.pricing.cost.stats(),

@@ -103,6 +103,7 @@ class SessionAdmin(SessionHolder):
         self._step_record = step_record
         self._delete_snapshot = delete_snapshot
         self._jobs: dict[str, _Job] = {}  # by the name that the asker chose, oldest first
+        self.erased_requests = 0  # requests whose session was erased while they ran, so that nothing of them is kept
         self._tell_at = 0.0  # when an error of the store is logged again
 
     def begin(self, job: str, caller: str | None, question: SessionQuestion) -> dict[str, Any]:
@@ -167,8 +168,9 @@ class SessionAdmin(SessionHolder):
     def forget_session(self, session: str) -> tuple[Future[None], ...]:
         """Forget a session in traces and the step record. Later lines about its requests do not name it."""
         self.forget_drafts(session, ())
-        for state in self._states_of(session):
+        for state in {id(state): state for state in self._states_of(session)}.values():  # some are there twice
             state.identity = replace(state.identity, session=None, session_name=None)
+            self.erased_requests += 1
         return () if self._step_record is None else (self._step_record.erase(session),)
 
     def forget_drafts(self, session: str, tenants: Collection[str | None]) -> None:

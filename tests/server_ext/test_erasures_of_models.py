@@ -34,7 +34,6 @@ def test_an_erasure_reaches_a_running_server_of_another_model(start: Start, tmp_
     if stored:
         say(b, 200)
     running = b.begin([1, 2, 3], "s")
-    wait_until(lambda: b.follower("logs"))
     say(a, 300)
     a.erase("s")
     assert responses(a) == [100]

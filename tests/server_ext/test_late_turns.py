@@ -88,3 +88,30 @@ def test_a_session_that_was_used_again_before_this_process_began_keeps_its_turns
     assert b.persistence._writer.flush(60)
     assert [record.response[0] for record in stored(a)] == [100, 300]
     b.wait(lambda: b.drafts(text(100, 5), "s") == text(105, 4))
+
+
+def test_a_session_that_was_erased_before_this_process_began_keeps_its_first_turn(start: Start) -> None:
+    a = start()
+    a.say([1, 2, 3], text(100))
+    assert a.persistence._writer.flush(60)
+    a.erase("s")
+    b = start()
+    running = b.begin([1, 2, 3])
+    wait_until(lambda: b.follower("logs") == 2)
+    b.end(running, text(300))
+    assert b.persistence._writer.flush(60)
+    assert [record.response[0] for record in stored(a)] == [300]
+    assert b.drafts(text(300, 5), "s") == text(305, 4)
+    assert b.engine.stats()["requests_erased"] == 0
+
+
+def test_a_request_that_may_be_older_than_its_sessions_erasure_elsewhere_is_counted(start: Start) -> None:
+    """The server does not follow its tenant's log yet, so nobody knows which came first."""
+    a, b = start(), start()
+    a.erase("s")
+    running = b.begin([1, 2, 3])
+    wait_until(lambda: b.follower("logs") == 2)
+    b.end(running, text(300))
+    assert b.persistence._writer.flush(60)
+    assert stored(a) == [] and b.drafts(text(300, 5)) == []
+    assert b.engine.stats()["requests_erased"] == 1

@@ -14,7 +14,7 @@ import pytest
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 
-from agentspec.cache.store import open_store
+from agentspec.cache.store import Erasure, open_store
 from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.figures.traces import Traces
@@ -301,6 +301,28 @@ def test_a_session_may_be_used_again_as_soon_as_its_erasure_is_answered(start: S
         time.sleep(0.02)
         assert [len(turn["response"]) for turn in server.call(ADA, "GET", "one").json()["turns"]] == [30]
         server.erase(ADA, "one")
+
+
+def test_a_session_may_be_used_again_at_once_on_an_engine_that_had_nothing_of_its_tenant(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That engine does not follow the tenant's log before, so it would take the other's erasure for a later one."""
+    server = start(ADA)
+    ada, store = server.identity(ADA, "one"), server.engines[0]._persistence._store
+    erase = store.erase_session
+
+    def erase_last(*of: str) -> Erasure:
+        time.sleep(0.2)
+        return erase(*of)
+
+    monkeypatch.setattr(store, "erase_session", erase_last)
+    server.say(ada)
+    assert server.erase(ADA, "one").status_code == 200
+    server.start("again", ada, [9], TEXT[:30], engine=1)
+    time.sleep(0.3)  # the tenant's log is followed by now
+    server.end("again", 30, engine=1)
+    server.wait(lambda: server.listed(ADA) == ["one"])
+    assert [engine.stats()["requests_erased"] for engine in server.engines] == [0, 0]
 
 
 @pytest.mark.parametrize("origin", ["http://[", "http://a]b"])

@@ -310,10 +310,9 @@ def test_a_snapshot_that_cannot_be_deleted_keeps_a_session_nowhere_else(
 
 def test_following_a_log_with_old_erasures_deletes_no_snapshot(start: Start, tmp_path: Path) -> None:
     """A snapshot of another engine, or of this one, holds nothing of them. Each tombstone deleted all of them."""
-    elsewhere = start()
+    elsewhere, here = start(), start(snapshot=tmp_path / f"log.db-{LOGS.of(None)}-0.snapshot")
     for session in ("gone", "gone too"):
         elsewhere.erase(session)
-    here = start(snapshot=tmp_path / f"log.db-{LOGS.of(None)}-0.snapshot")
     others = tmp_path / f"log.db-{LOGS.of('somebody')}-1.snapshot"
     others.write_bytes(b"text")
     assert here.engine._keeper is not None and here.engine._keeper.save()

@@ -45,6 +45,7 @@ _COUNTERS = (
     _Figure("drafts", "counters.drafts", "Drafts that were verified, one for each request and step."),
     _Figure("requests_started", "counters.started", "Requests that drafting began for."),
     _Figure("requests_finished", "counters.finished", "Requests that ended."),
+    _Figure("requests_erased", "requests_erased", "Requests not kept because their session was erased meanwhile."),
     _Figure("sessions_ended", "counters.sessions_ended", "Sessions whose client said that a request was their last."),
     _Figure("cut_draft_tokens", "step_budget.cut_tokens", "Draft tokens cut because a step had too many."),
     _Figure("restored_turns", "store.restored", "Stored turns put back into the suffix indexes."),

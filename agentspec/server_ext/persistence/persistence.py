@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
@@ -46,6 +46,10 @@ _ERASE_SECONDS = 5.0
 """Longest time that an erasure waits for records of its session that are on their way to the store."""
 _SETTLE_SECONDS = 1.0
 """Longest time that closing waits for erasures of sessions whose turns came late to the store."""
+_ENDS_SECONDS = 1.0
+"""Longest time that the start waits, after all else, until it is known where the logs end."""
+_NOBODY = "nobody"
+"""Owner of the logs that are followed for an erasure by the administrator."""
 _LEARNED_TOKENS = 2048
 """Tokens of another process's response that are learned from, at most: the turns behind it wait meanwhile."""
 _PAUSE_SECONDS = 0.002
@@ -193,6 +197,8 @@ class Persistence:
         """Load a tenant's newest turns before serving, in at most ``timeout`` seconds. Return their number."""
         corpus = Wanted(self.logs.of(tenant), tenant)
         self._loader.request(corpus, self._preload)
+        earlier = None if self._follower is None else self._follower.earlier
+        reading = () if earlier is None else (self.submit(lambda _: earlier.read(self.logs.prefix)),)
         deadline = time.monotonic() + timeout
         count, pending = 0, True
         while (pending or self._turns.has_ready()) and time.monotonic() < deadline:
@@ -202,6 +208,9 @@ class Persistence:
         if pending:
             logger.warning("agentspec: the store is slow or away; what it holds arrives while serving")
         self.cache.catch_up()
+        wait(reading, min(_ENDS_SECONDS, max(deadline - time.monotonic(), 0.0)))
+        if earlier is not None:
+            earlier.stop()
         return count
 
     def load_again(self, tenant: str | None, session: str, timeout: float = 0.0) -> None:
@@ -222,7 +231,7 @@ class Persistence:
         loaded. Once this call has returned, call ``SessionHolder.forget_session`` for its running requests. owner: as
         for ``submit``. Raises StoreUnavailableError if too many jobs wait, and changes nothing then.
         """
-        erase = partial(self._erase_in_job, session=session, tenants=set(tenants))
+        erase = partial(self._erase_in_job, session=session, tenants=set(tenants), owner=owner or _NOBODY)
         job = self._turns.begin_erasure(session, lambda: self._jobs.submit(erase, owner))
         self._writer.forget(session)
         self._loader.forget(session)
@@ -309,8 +318,10 @@ class Persistence:
         """Return whether turns of a session are to be loaded: the cache may lack some, and nobody erases it."""
         return not self._turns.is_erasing(session) and self.cache.needs_load(tenant, session)
 
-    def _begin_following(self, log: str, tenant: str | None) -> None:
+    def _begin_following(self, log: str, tenant: str | None, owner: str | None = None) -> None:
         if self._follower is not None:
+            if owner is not None:
+                self._follower.use(log, owner)
             self._follower.begin(log, tenant)
 
     def _begin_to_write(self, log: str, record: Record) -> None:
@@ -345,7 +356,7 @@ class Persistence:
             return True
         return self.snapshot_erasures.may_be_saved(tenant)
 
-    def _erase_in_job(self, store: Store, session: str, tenants: set[str | None]) -> Erasure:
+    def _erase_in_job(self, store: Store, session: str, tenants: set[str | None], owner: str) -> Erasure:
         """Do what `erase` says, in the job's thread. Raises StoreError if a snapshot or the store still holds it."""
         self._turns.wait()  # no other turn of the session is restored from now on
         known = self.cache.tenants()  # the cache may hold turns that the store never got, or no longer has
@@ -353,6 +364,9 @@ class Persistence:
         for tenant in {*tenants, *known}:
             self.cache.remove_session(tenant, session)
         self._holder.forget_drafts(session, tenants)
+        for tenant in tenants:  # so that `settle` waits for the same erasure by the server's other engines
+            with contextlib.suppress(Exception):  # if the store is at fault, the erasure says so
+                self._begin_following(self.logs.of(tenant), tenant, owner)
         try:
             self._holder.delete_snapshots()
         finally:  # also if a snapshot stays

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from agentspec.cache.store.background.breaker import CircuitBreaker
 from agentspec.cache.store.background.courtesy import Courtesy
+from agentspec.cache.store.background.earlier_erasures import EarlierErasures
 from agentspec.cache.store.background.followed import FollowedLog, FollowedLogs, FollowerStats
 from agentspec.cache.store.background.gaps import LogGaps
 from agentspec.cache.store.background.lost_erasures import LostErasures
@@ -58,7 +59,7 @@ class Follower:
     forget_tenant(tenant): makes the cache forget a tenant whose log is not followed any more, and returns whether it
     could. At most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the follower before the store.
 
-    own: erases sessions from the store for this process.
+    own: erases sessions from the store for this process. earlier: what was erased before it served.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Follower:
         self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._reader = RecordReader()
         self._logs = FollowedLogs(max_logs)
-        self.own = OwnErasures(store, self.follows)
+        self.own, self.earlier = OwnErasures(store, self.follows), EarlierErasures(store)
         self._refused: set[str] = set()  # logs that the store refuses to read
         self._unerased: set[str] = set()  # logs with a tombstone that could not be applied here
         self._lost = LostErasures(store, self.own, self._alone, erase_again)
@@ -107,14 +108,14 @@ class Follower:
 
         Call it before the log is read, and before it is appended to: only behind the place from which it is followed
         does the follower find turns of this process that come behind their session's tombstone. The call also erases
-        here the sessions that other processes erased, unless they have entries since and none that wait for the store:
-        those may be older than the erasure. Raises StoreError.
+        here the sessions that other processes erased since this one serves, unless they have entries since and none
+        that wait for the store: those may be older than the erasure. Raises StoreError.
         """
         if self.use(check_namespace(namespace)):
             return
         begun = time.monotonic()
         log, erased = self._log_at_end(namespace, tenant)
-        if erased:
+        if erased := self.earlier.without(namespace, erased):
             used = {usage.session for usage in self._store.sessions(namespace)} - self._unwritten()
             erased = [session for session in erased if session not in used]
         self._add(namespace, log, erased, begun)
@@ -180,7 +181,7 @@ class Follower:
 
     def _log_at_end(
         self, namespace: str, tenant: str | None, after: str | None = None
-    ) -> tuple[FollowedLog, list[str]]:
+    ) -> tuple[FollowedLog, Sequence[str]]:
         """Return a log as it is followed from its present end, and the sessions that other processes erased in it.
 
         after: return only sessions with a tombstone behind this cursor; None: all.
