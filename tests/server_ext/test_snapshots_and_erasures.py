@@ -179,7 +179,7 @@ def test_a_snapshot_older_than_what_the_store_keeps_is_deleted(start: Start, tmp
     assert again.drafts(text(100, 5), "s") == []
 
 
-def test_a_snapshot_takes_no_more_than_the_store_may(tmp_path: Path) -> None:
+def test_a_snapshot_takes_no_more_than_the_store_may(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = Settings(store="memory://", retention_bytes=1_000_000)
     persistence = in_memory(settings)
     large = replace(turn("s", 1), response=np.arange(200_000, dtype=np.int32) % 1000)
@@ -187,6 +187,7 @@ def test_a_snapshot_takes_no_more_than_the_store_may(tmp_path: Path) -> None:
     keeper = SnapshotKeeper.of_engine(tmp_path / "snapshot", persistence, settings, note=bytes)
     keeper.wait_loaded(60)
     assert not keeper.save() and not (tmp_path / "snapshot").exists()
+    assert "more than retention_bytes=1000000; raise retention_bytes, or lower max_bytes" in caplog.text
     keeper.close()
     persistence.close()
 

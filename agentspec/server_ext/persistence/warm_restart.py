@@ -139,7 +139,10 @@ class SnapshotKeeper:
                     return True
                 discards = self._discards
             if self._max_bytes is not None and held.bytes > self._max_bytes:
-                raise SnapshotError(f"{self._path}: the cache holds {held.bytes} bytes, more than {self._max_bytes}")
+                raise SnapshotError(
+                    f"{self._path}: the cache holds {held.bytes} bytes, more than retention_bytes={self._max_bytes}; "
+                    "raise retention_bytes, or lower max_bytes"
+                )
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Before the text, so that later erasures are caught up.
             places = {} if self._erasures is None else self._erasures.places()
