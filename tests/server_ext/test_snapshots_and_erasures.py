@@ -179,6 +179,26 @@ def test_a_snapshot_older_than_what_the_store_keeps_is_deleted(start: Start, tmp
     assert again.drafts(text(100, 5), "s") == []
 
 
+def test_a_restart_without_the_snapshot_has_only_what_retention_left(start: Start, tmp_path: Path) -> None:
+    """Retention reaches neither the indexes in memory nor the snapshot, as docs/security.md says."""
+    server = start(snapshot=tmp_path / "snapshot")
+    server.say([1, 2, 3], text(100), "old")
+    assert server.persistence._writer.flush(60)
+    between = time.time() + 0.1
+    time.sleep(1.0)
+    server.say([1, 2, 3], text(200), "new")
+    assert server.persistence._writer.flush(60)
+    while server.store.trim(Retention(days=(time.time() - between) / 86_400)).more:
+        pass
+    assert [record.session for record in stored(server)] == ["new"]
+    assert server.drafts(text(100, 5)) == text(105, 4)
+    server.stop()
+    (tmp_path / "snapshot").unlink()
+    again = start(snapshot=tmp_path / "snapshot")
+    again.wait(lambda: again.drafts(text(200, 5)) == text(205, 4))
+    assert again.drafts(text(100, 5)) == [] and again.drafts(text(100, 5), "old") == []
+
+
 def test_a_snapshot_takes_no_more_than_the_store_may(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = Settings(store="memory://", retention_bytes=1_000_000)
     persistence = in_memory(settings)
