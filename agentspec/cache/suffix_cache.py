@@ -9,7 +9,8 @@
 SuffixCache checks arguments and passes them to the compiled core (csrc/), whose answers tests/oracle specifies. One
 thread makes the calls for requests. Meanwhile any thread may call `resize` and the methods of KeptTurns, because the
 core has a lock. If a function that you register with atexit waits for such a thread, import SuffixCache first:
-otherwise the thread's calls never return once the process ends.
+otherwise the thread's calls never return once the process ends. A forked process needs a cache of its own: calls on one
+that it inherits may never return, because a thread that only its parent has may hold the lock.
 """
 
 from collections.abc import Sequence
