@@ -81,7 +81,7 @@ class TestExportAndImport:
         server = start(ADA, BOB, engines=1)
         ada = server.identity(ADA, "one")
         server.say(ada)
-        file = server.engines[0]._persistence._store._writer  # type: ignore[attr-defined]
+        file = server.engines[0]._persistence._store._connections.writer  # type: ignore[attr-defined]
         file.execute("PRAGMA query_only = 1")  # as on a file system that became read-only
         for number, identity in enumerate((ada, server.identity(BOB, "two"))):
             server.start(f"r{number}", identity, [*PROMPT, *TEXT, 6], [*TEXT * 4, 7])

@@ -129,11 +129,11 @@ def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
     path = tmp_path / "store.db"
     with closing(SQLiteStore(path)) as store, closing(sqlite3.connect(path, isolation_level=None)) as other:
         store.append(NS, [entry_of(turn("s", 0))])
-        assert store._writer is not None
+        assert store._connections is not None
         if fault == "locked":
             other.execute("BEGIN EXCLUSIVE")
         else:
-            store._writer.execute("PRAGMA max_page_count = 1")  # SQLite gives the error of a full disk
+            store._connections.writer.execute("PRAGMA max_page_count = 1")  # SQLite gives the error of a full disk
         writer = BackgroundWriter(store, breaker=CircuitBreaker(first_pause=0.05, max_pause=0.1))
         for number in range(1, 40):
             writer.put(NS, turn("s", number))
@@ -144,7 +144,7 @@ def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
                 store.erase_session(NS, "s")
             other.execute("COMMIT")
         else:
-            store._writer.execute("PRAGMA max_page_count = 1000000")
+            store._connections.writer.execute("PRAGMA max_page_count = 1000000")
         assert writer.flush(60)
         assert [number_of(decode(entry.payload)) for entry in store.read(NS)] == list(range(40))
         assert (writer.stats().refused, writer.stats().dropped) == (0, 0)

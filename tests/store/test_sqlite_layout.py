@@ -95,7 +95,8 @@ def test_a_database_of_another_program_keeps_what_its_log_holds_where_it_was(tmp
 
 def plans(store: SQLiteStore, call: Callable[[], object]) -> str:
     """Return SQLite's plans of the queries that a call makes."""
-    connections = [value for value in vars(store).values() if isinstance(value, sqlite3.Connection)]
+    connections = store._connections
+    assert connections is not None
     queries: list[str] = []
     for connection in connections:
         connection.set_trace_callback(queries.append)

@@ -351,9 +351,9 @@ def test_a_list_of_sessions_holds_up_nobody(tmp_path: Path) -> None:
 
     with closing(SQLiteStore(tmp_path / "store.db")) as store, ThreadPoolExecutor() as threads:
         store.append(NS, [NewEntry("s", b"x")])
-        for connection in vars(store).values():
-            if isinstance(connection, sqlite3.Connection):
-                connection.set_progress_handler(pause, 1)
+        assert store._connections is not None
+        for connection in store._connections:
+            connection.set_progress_handler(pause, 1)
         lister = threads.submit(threading.current_thread).result()
         listed = threads.submit(store.sessions, NS)
         assert listing.wait(5)

@@ -68,8 +68,8 @@ def test_shared_memory_that_is_cut_short_ends_no_process(tmp_path: Path, left: i
     with closing(SQLiteStore(path)) as store:
         assert len(list(store.read(NS, session="s"))) == 0
         assert len(list(store.read("log", session="s"))) == 51
-        assert store._writer is not None
-        assert store._writer.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert store._connections is not None
+        assert store._connections.writer.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
 def test_shared_memory_without_room_on_the_disk_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,8 @@ def test_nothing_is_written_behind_a_log_that_was_cut_short(tmp_path: Path, left
                 store.append(NS, [NewEntry("s", b"lost")])
     with closing(SQLiteStore(path)) as store:
         assert next(store.read(NS, session="s")).payload == b"in the file"
-        assert store._writer is not None
-        assert store._writer.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert store._connections is not None
+        assert store._connections.writer.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         store.append(NS, [NewEntry("s", b"after")])
         assert [entry.payload for entry in store.read(NS, session="s")][-1] == b"after"
 

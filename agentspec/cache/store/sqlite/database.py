@@ -76,7 +76,7 @@ class Database:
         self._name = name
         self._trimmed = False
         self._locked: list[threading.Lock] = []  # during a fork
-        self._use(connections)
+        self._connections: Connections | None = connections  # None: the store is closed, or forked and not reopened
         self._make_locks(single=connections.reader is connections.writer)
 
     def part(self, namespace: str) -> str:
@@ -265,7 +265,7 @@ class Database:
         for lock in self._locked:
             lock.release()
         self._locked = []
-        if in_child and self._writer is not None:
+        if in_child and self._connections is not None:
             self._begin_anew(whole)
 
     def _begin_anew(self, whole: bool) -> None:
@@ -286,17 +286,10 @@ class Database:
             connection.close()
         return True
 
-    def _use(self, connections: Connections | None) -> None:
-        self._writer: sqlite3.Connection | None
-        self._reader: sqlite3.Connection | None
-        self._long_reader: sqlite3.Connection | None
-        self._writer, self._reader, self._long_reader = connections or (None, None, None)
-
     def _forget_connections(self) -> list[sqlite3.Connection]:
         """Let later calls find the store closed, and return its connections, the writer last."""
-        held = dict.fromkeys((self._long_reader, self._reader, self._writer))
-        self._use(None)
-        return [connection for connection in held if connection is not None]
+        held, self._connections = self._connections, None
+        return list(dict.fromkeys(reversed(held or ())))
 
     def _make_locks(self, *, single: bool) -> None:
         """Make the locks of the connections. single: the three are one."""
@@ -357,7 +350,7 @@ class Database:
             raise StoreUnavailableError(f"{self._name}: other writes of this process wait or take long")
         try:
             with store_errors(self._name):
-                yield self._opened(self._writer)
+                yield self._opened().writer
         finally:
             self._write_lock.release()
 
@@ -365,9 +358,9 @@ class Database:
     def _read(self, *, long: bool = False) -> Iterator[sqlite3.Connection]:
         """Yield a connection that reads. long: others must not wait for what it does."""
         with self._long_lock if long else self._read_lock, store_errors(self._name):
-            yield self._opened(self._long_reader if long else self._reader)
+            yield self._opened().long_reader if long else self._opened().reader
 
-    def _opened(self, connection: sqlite3.Connection | None) -> sqlite3.Connection:
-        if connection is None:
+    def _opened(self) -> Connections:
+        if self._connections is None:
             raise StoreError(f"{self._name}: the store is closed")
-        return connection
+        return self._connections

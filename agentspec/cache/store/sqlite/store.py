@@ -77,15 +77,14 @@ class SQLiteStore(Database):
         if self._inherited:
             with self._alone():
                 if self._inherited:
-                    connections, self._files = self._open()
-                    self._use(connections)
+                    self._connections, self._files = self._open()
                     self._inherited = False
 
     def close(self) -> None:
         if self._inherited:
             with suppress(StoreUnavailableError), self._alone():
                 self._inherited = False
-        if self._writer is None:
+        if self._connections is None:
             return
         try:
             self._keep_shared_memory()
@@ -112,9 +111,9 @@ class SQLiteStore(Database):
         """Restore the memory that the log's users share if it was cut short, before a connection looks at it."""
         self._reopen()
         with store_errors(self._name):
-            if self._writer is not None and self._files.is_shared_memory_cut():
+            if self._connections is not None and self._files.is_shared_memory_cut():
                 with self._alone():
-                    if self._writer is not None:
+                    if self._connections is not None:
                         self._files.restore_shared_memory()
 
 
