@@ -9,10 +9,11 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentspec.client.history.erasure_list import ErasureList, ToErase
-from agentspec.client.history.reservation import Mark, Reservation, UndoneIfInterrupted, busy_error
+from agentspec.client.history.reservation import Reservation, UndoneIfInterrupted, busy_error
 from agentspec.client.history.session_log import ClientView, Said, SessionLog, Stored, conflict_error
 from agentspec.client.history.tool_calls import calls_left_open, given_up, open_calls_remedy, refuse_other_than_open
 from agentspec.errors import InvalidInputError, InvalidSessionError, StoreError
@@ -291,20 +292,18 @@ class Conversation:
 
     def undone_if_interrupted(self) -> UndoneIfInterrupted:
         """Take back the block's messages if it is cancelled or gets Ctrl-C. Use it while no other call may begin."""
-        return UndoneIfInterrupted(self._mark, self._undo)
-
-    def _mark(self) -> Mark:
         with self._guard:
-            return Mark(len(self._history), self._next_position, self._reservation)
+            return UndoneIfInterrupted(partial(self._undo, len(self._history), self._next_position, self._reservation))
 
-    def _undo(self, begin: Mark) -> None:
+    def _undo(self, messages: int, position: int, reservation: Reservation | None) -> None:
+        """Go back to a history of so many messages, whose next one has this position, and to this reservation."""
         with self._guard:
-            self._reservation = begin.reservation  # no loop has to answer calls that were taken back
-            if self._next_position > begin.position or len(self._history) > begin.messages:
-                del self._history[begin.messages :]
-                self._next_position = begin.position
+            self._reservation = reservation  # no loop has to answer calls that were taken back
+            if self._next_position > position or len(self._history) > messages:
+                del self._history[messages:]
+                self._next_position = position
                 if self.loaded:
-                    self._log.append(self._view, [], cut=begin.position)
+                    self._log.append(self._view, [], cut=position)
 
     def release(self, reservation: Reservation) -> None:
         """End this reservation, unless it has ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from agentspec.client.messages import shown_calls, tool_calls_in
 from agentspec.errors import SessionBusyError
@@ -20,29 +20,21 @@ class Reservation:
     tools_run: bool = False
 
 
-class Mark(NamedTuple):
-    """Say where a session's history ends: its messages, the position of the next one, and who has reserved it."""
-
-    messages: int
-    position: int
-    reservation: Reservation | None
-
-
 class UndoneIfInterrupted:
-    """Call `undo` with the mark of the block's begin if the block is cancelled or gets Ctrl-C.
+    """Call `undo` if the block is cancelled or gets Ctrl-C.
 
     A class, because the garbage collector may close a generator long after its block, as if that were interrupted then.
     """
 
-    def __init__(self, mark: Callable[[], Mark], undo: Callable[[Mark], None]) -> None:
-        self._mark, self._undo = mark, undo
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo = undo
 
     def __enter__(self) -> None:
-        self._begin = self._mark()
+        pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
-            self._undo(self._begin)
+            self._undo()
 
 
 def busy_error(session: str, holder: Reservation, messages: Sequence[Mapping[str, Any]]) -> SessionBusyError:
