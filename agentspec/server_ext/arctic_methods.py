@@ -32,8 +32,8 @@ _RULE = {
     "max_spec_offset": ("suffix_max_spec_offset",),
     "min_token_prob": ("suffix_decoding_min_token_prob", "suffix_min_token_prob"),
 }
-_NO_LIMIT_BY_MINUS_ONE = "suffix_cache_max_requests"
-_REQUESTS = ("suffix_decoding_max_cached_requests", _NO_LIMIT_BY_MINUS_ONE)
+_REQUESTS = {"suffix_decoding_max_cached_requests": 0, "suffix_cache_max_requests": -1}
+"""Names of the limit on past requests, with the least value of each; -1 means no limit."""
 _KNOWN = {
     *("method", "model", "num_speculative_tokens", "enable_suffix_decoding", "disable_by_batch_size", *_REQUESTS),
     "suffix_speculative_tokens",
@@ -97,9 +97,8 @@ def translate(config: Mapping[str, Any], max_draft: int | None = None) -> Transl
             f"speculative-config: {', '.join(unknown)} is not known with method {method!r}; known are: "
             f"{', '.join(sorted(_KNOWN))}"
         )
-    settings: dict[str, Any] = {}
-    if config.get("disable_by_batch_size") is not None:
-        settings["disable_by_batch_size"] = _number(config, "disable_by_batch_size", 1)
+    largest = _number(config, "disable_by_batch_size", 1)
+    settings: dict[str, Any] = {} if largest is None else {"disable_by_batch_size": largest}
     return (_suffix if method == "suffix" else _arctic)(config, settings, max_draft)
 
 
@@ -113,10 +112,8 @@ def _suffix(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
     settings["arctic_suffix_rule"] = rule
     if _cached_requests(config) == 0:
         settings["scope"] = "none"
-    longest = min(rule["max_depth"], MAX_DRAFT)
-    if config.get("num_speculative_tokens") is not None:
-        longest = _number(config, "num_speculative_tokens", 1)
-    longest = _suffix_tokens(config) or longest
+    tokens = _number(config, "num_speculative_tokens", 1)
+    longest = _number(config, "suffix_speculative_tokens", 0) or tokens or min(rule["max_depth"], MAX_DRAFT)
     return Translation(min(longest, max_draft or longest), settings)
 
 
@@ -128,9 +125,9 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
             f"speculative-config: model: method 'arctic' needs the speculator's folder or hub id, got {model!r}"
         )
     settings["speculator"] = model
-    tokens = None
-    if config.get("num_speculative_tokens") is not None:
-        tokens = settings["speculator_tokens"] = _number(config, "num_speculative_tokens", 1)
+    tokens = _number(config, "num_speculative_tokens", 1)
+    if tokens is not None:
+        settings["speculator_tokens"] = tokens
     suffix = config.get("enable_suffix_decoding", False)
     if not isinstance(suffix, bool):
         raise ConfigurationError(f"speculative-config: enable_suffix_decoding: true or false expected, got {suffix!r}")
@@ -146,20 +143,9 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
         settings["arctic_suffix_rule"] = rule
     if _cached_requests(config) == 0:
         settings["scope"] = "none"
-    longest = _suffix_tokens(config)
-    limit = _at_least(tokens or 0, max_draft)
+    longest = _number(config, "suffix_speculative_tokens", 0)
+    limit = None if max_draft is None else max(max_draft, tokens or 0)  # room for the draft model's drafts
     return Translation(min(longest, limit or longest) if longest else limit, settings)
-
-
-def _suffix_tokens(config: Mapping[str, Any]) -> int:
-    """Return ArcticInference's longest suffix draft, in tokens; 0 if the config has none."""
-    given = config.get("suffix_speculative_tokens") is not None
-    return _number(config, "suffix_speculative_tokens", 0) if given else 0
-
-
-def _at_least(tokens: int, max_draft: int | None) -> int | None:
-    """Return the draft limit, raised to the length of the draft model's drafts; None if no limit was given."""
-    return None if max_draft is None else max(max_draft, tokens)
 
 
 def _rule(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,14 +168,15 @@ def _rule(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cached_requests(config: Mapping[str, Any]) -> int | None:
-    for name in _REQUESTS:
-        if config.get(name) is not None:
-            return _number(config, name, -1 if name == _NO_LIMIT_BY_MINUS_ONE else 0)
-    return None
+    given = (_number(config, name, least) for name, least in _REQUESTS.items())
+    return next((limit for limit in given if limit is not None), None)
 
 
-def _number(config: Mapping[str, Any], name: str, least: int) -> int:
-    value = config[name]
+def _number(config: Mapping[str, Any], name: str, least: int) -> int | None:
+    """Return a whole number of the config; None if it has none. Raises ConfigurationError for any other value."""
+    value = config.get(name)
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(
             f"speculative-config: {name}: a whole number of at least {least} expected, got {value!r}"
