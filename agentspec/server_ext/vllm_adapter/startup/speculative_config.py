@@ -105,7 +105,9 @@ def create_speculative_config(
         mode = "beside"
     if mode == "beside":
         draft_beside(spec, engine_args, target_model_config, target_parallel_config)
-    schedule_synchronously(engine_args, target_model_config, target_parallel_config)
+    if (reason := conflict(engine_args, target_model_config, target_parallel_config)) is not None:
+        raise ConfigurationError(reason)
+    engine_args.async_scheduling = False  # the suffix indexes need each step's tokens before they draft
     settings = settle_store(engine_args.additional_config)
     server_secret(settings)  # the processes that vLLM starts find it in the environment
     # The worker would find these errors a minute later, and they would stand in its log alone.
@@ -255,16 +257,6 @@ def _has_settings(engine_args: Any) -> bool:
     """Return whether the engine has agentspec's settings, which ``agentspec serve`` always gives."""
     additional = engine_args.additional_config
     return isinstance(additional, Mapping) and "agentspec" in additional
-
-
-def schedule_synchronously(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
-    """Switch asynchronous scheduling off: the suffix indexes need each step's tokens before they draft.
-
-    Raises ConfigurationError with the remedy where an option or the model excludes drafts.
-    """
-    if (reason := conflict(engine_args, model_config, parallel_config)) is not None:
-        raise ConfigurationError(reason)
-    engine_args.async_scheduling = False
 
 
 def check_draft_model(settings: Settings, model_config: Any) -> None:
