@@ -107,7 +107,12 @@ class WaitingRecords:
         item = QueuedRecord(self.newest, namespace, record, record.size)
         if item.size > self._max_bytes:
             if self._too_large is not None:
-                self._drop_too_large(item)
+                self.counts.dropped += 1
+                self._tell_overflow(
+                    "agentspec: a record of %d bytes is dropped and counted, because another one that is larger than"
+                    " the store's queue of %d bytes still waits",
+                    *(item.size, self._max_bytes),
+                )
                 return
             self._too_large = item
         self._queue.append(item)
@@ -208,30 +213,23 @@ class WaitingRecords:
         dropped = self.counts.dropped
         while (too_much := self._bytes_in_limit() > self._max_bytes) or len(self) > self._max_entries:
             self._drop_oldest(but=self._too_large if too_much else None)  # which is not in the limit
-        if self.counts.dropped > dropped and not self._overflowing:
-            self._overflowing = True
-            logger.warning("agentspec: the store's queue is full; its oldest records are dropped and counted")
+        if self.counts.dropped > dropped:
+            self._tell_overflow("agentspec: the store's queue is full; its oldest records are dropped and counted")
 
     def _bytes_in_limit(self) -> int:
         """Return the memory of the waiting records but the one that is larger than the limit."""
         return self.bytes - (0 if self._too_large is None else self._too_large.size)
 
-    def _drop_too_large(self, item: QueuedRecord) -> None:
-        self.counts.dropped += 1
+    def _tell_overflow(self, message: str, *values: int) -> None:
+        """Log that records are dropped, but only for the first since none waited."""
         if not self._overflowing:
             self._overflowing = True
-            logger.warning(
-                "agentspec: a record of %d bytes is dropped and counted, because another one that is larger than the"
-                " store's queue of %d bytes still waits",
-                item.size,
-                self._max_bytes,
-            )
+            logger.warning(message, *values)
 
     def _drop_oldest(self, but: QueuedRecord | None = None) -> None:
         """Drop the oldest record that is not in flight. but: one that is passed over in the queue if others wait."""
         aside = self.aside.oldest()
-        others = (item for item in itertools.islice(self._queue, 2) if item is not but)
-        oldest = next(others, None)
+        oldest = next((item for item in itertools.islice(self._queue, 2) if item is not but), None)
         if oldest is not None and (aside is None or oldest.number < aside):
             item = oldest
             self._queue.remove(oldest)
