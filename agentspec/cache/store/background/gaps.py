@@ -73,14 +73,13 @@ class LogGaps:
         """Look for a gap in a log. Returns whether there is none any more."""
         history = self._store.history(name, log.tombstones_applied_to)
         if history == "trimmed":
-            forgotten = self._forget(name, log)
-            if forgotten or self._store.newest(name) != self._ahead.get(name):
-                # Also if the tenant stays for now: its erased turns must not be written.
-                self._ahead[name] = self._look_ahead(name, log)
-            if not forgotten:
+            if not self._forget(name, log):
+                if self._store.newest(name) != self._ahead.get(name):  # erased turns must not be written meanwhile
+                    self._ahead[name] = self._look_ahead(name, log)
                 return False  # and remember no new place: what is here may be older than a lost tombstone
             # The entries left are read, as turns of this process may be late.
-            log.tombstones_applied_to = self._ahead.pop(name)
+            log.tombstones_applied_to = self._look_ahead(name, log)
+            self._ahead.pop(name, None)
         elif history == "lost":
             if self._store.newest(name) < log.tombstones_applied_to:  # the store was emptied, and its clock is behind
                 log.cursor = log.tombstones_applied_to = ""
