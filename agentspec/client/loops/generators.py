@@ -133,16 +133,13 @@ def best_of(session: Any, account: Account, task: Content, n: int, reward: Any, 
             else:
                 account.record((yield from _judge(account, attempt, reward, "score", _score)))
 
-        yield from _context(
-            account, session, {}
-        )  # so that none of the calls has to ask for it, and they keep their order
+        # Before the calls, so that none of them has to ask for it, and they keep their order.
+        yield from _context(account, session, {})
         yield Together([candidate(number + 1) for number in range(n)], at_once)
-        scored = [
-            (attempt.score, -attempt.number, attempt) for attempt in account.attempts if attempt.score is not None
-        ]
+        scored = [attempt for attempt in account.attempts if attempt.score is not None]
         if not scored:
             return short[0] if short else account.why_failed(account.attempts[-1])
-        account.best = max(scored)[-1]
+        account.best = max(scored, key=lambda attempt: (attempt.score, -attempt.number))
         assert account.best.reply is not None
         with session._conversation.undone_if_interrupted():
             turn.commit(account.best.reply.message)
@@ -363,10 +360,9 @@ def _call_tool(
     account: Account, box: ToolBox, runs: dict[int, ToolRun], index: int, call: ChatCompletionMessageToolCallUnion
 ) -> Steps[None]:
     """Run one tool call, and put its answer or its error into `runs`."""
+    failed = None
     try:
         answer = answer_text((yield Apply(box.prepare(call), seconds=account.seconds_left)))
     except Exception as error:  # the model hears of it, and may try again
-        answer = encodable(f"error: {type(error).__name__}: {_said(error)}")
-        runs[index] = ToolRun(call.id, *named(call), answer=answer, error=error)
-    else:
-        runs[index] = ToolRun(call.id, *named(call), answer=answer)
+        answer, failed = encodable(f"error: {type(error).__name__}: {_said(error)}"), error
+    runs[index] = ToolRun(call.id, *named(call), answer, failed)
