@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from agentspec.cache.store.base import Losses
-from agentspec.cache.store.redis.shard import IDLE_SECONDS, START, WRITER_SECONDS, Appended, Id, RedisShard, ShardState
+from agentspec.cache.store.redis.shard import IDLE_SECONDS, START, WRITER_SECONDS, Appended, Id, RedisShard
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +24,11 @@ _TELL_SECONDS = 60.0
 class _Acknowledged:
     """Hold what the server acknowledged to this process in one shard.
 
-    batch, last, at: number, last id and time of the last batch. records: how many in all. born, state: as in Appended.
-    told_at: time of the last warning about lost records. untold: lost records that no warning has counted yet.
+    answer: the last one. batch, last, at: number, last id and time of its batch. records: how many in all. told_at:
+    time of the last warning about lost records. untold: lost records that no warning has counted yet.
     """
 
-    born: bytes
-    state: ShardState
+    answer: Appended
     batch: int = 0
     last: Id = START
     at: float = 0.0
@@ -67,16 +66,16 @@ class LossWatch:
         """
         held = self._acknowledged.pop(shard.tag, None)
         if held is None or time.monotonic() - held.at > IDLE_SECONDS:
-            held = _Acknowledged(answer.born, answer.state)
+            held = _Acknowledged(answer)
         self._acknowledged[shard.tag] = held
         if len(self._acknowledged) > _REMEMBERED:
             self._acknowledged.popitem(last=False)
-        if answer.born != held.born:
+        if answer.born != held.answer.born:
             self._name_lost(namespace, shard.tag, 0, held)
         elif answer.before < held.batch and not (answer.before == 0 and _rested(shard, held)):
             self._name_lost(namespace, shard.tag, answer.before, held)
         known = held.batch == answer.before == number  # the batch was sent again, because another shard did not answer
-        held.batch, held.at, held.born, held.state = number, time.monotonic(), answer.born, answer.state
+        held.answer, held.batch, held.at = answer, number, time.monotonic()
         held.last = (answer.first[0], answer.first[1] + len(names) - 1)
         if not known:
             held.records += len(names)
@@ -97,13 +96,14 @@ class LossWatch:
         append, and its number of entries then, show how many these are.
         """
         batches = [batch for batch in self._batches if batch.tag == tag and batch.number > before]
-        oldest = math.inf if held.state.oldest is None else held.state.oldest
+        state = held.answer.state
+        oldest = math.inf if state.oldest is None else state.oldest
         lost = [name for batch in batches if batch.at >= oldest for name in batch.names]
         count, known = len(lost), sum(len(batch.names) for batch in batches)
         if before == 0 and count == known:  # all remembered records were there, and perhaps older ones
             count = held.records
-        count = min(count, held.state.records)
-        held.records -= held.records if before == 0 else known
+        count = min(count, state.records)
+        held.records = 0 if before == 0 else held.records - known
         self._batches = deque((one for one in self._batches if one.tag != tag or one.number <= before), _REMEMBERED)
         with self._counting:
             self.losses = replace(self.losses, lost=self.losses.lost + count)
