@@ -193,9 +193,9 @@ class RedisStore:
         found: dict[str, SessionUsage] = {}
         for shard in self._shards(namespace):
             for session, usage in shard.sessions().items():
-                other = found.get(session, replace(usage, records=0, bytes=0))
-                records, size, used = usage.records + other.records, usage.bytes + other.bytes, usage.used
-                found[session] = SessionUsage(session, records, size, max(used, other.used))
+                other = found.get(session, SessionUsage(session, 0, 0, 0.0))  # "" is in all shards
+                records, size = usage.records + other.records, usage.bytes + other.bytes
+                found[session] = SessionUsage(session, records, size, max(usage.used, other.used))
         return [found[session] for session in sorted(found)]
 
     def newest(self, namespace: str) -> str:
