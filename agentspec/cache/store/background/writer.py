@@ -264,15 +264,16 @@ class BackgroundWriter:
                 if not items:
                     break
                 error = self._append(items[0].namespace, items)
-                away = isinstance(error, StoreUnavailableError)
                 written = error is None and items  # otherwise all were erased, and nothing was asked of the store
-                if written or (_is_refusal(error) and self._takes_others(target, items)):
-                    self._note_back(target, breaker)
-                if error is not None:
-                    self._put_back(target, items, error)
-                if away:
+                takes_records = written or (_is_refusal(error) and self._takes_others(target, items))
+                if takes_records and breaker.success():
+                    logger.warning("agentspec: %s is back; %d records wait for it", target, len(aside))
+                if error is None:
+                    continue
+                self._put_back(target, items, error)
+                if isinstance(error, StoreUnavailableError):
                     breaker.failure()
-                if error is not None and breaker.state == "open":
+                if breaker.state == "open":
                     break
 
     def _takes_others(self, target: Target, refused: list[QueuedRecord]) -> bool:
@@ -289,10 +290,6 @@ class BackgroundWriter:
             with self._changing() as records:
                 records.put_back(target, items, refused=_is_refusal(error))
         return error is None and bool(items)
-
-    def _note_back(self, target: Target, breaker: CircuitBreaker) -> None:
-        if breaker.success():
-            logger.warning("agentspec: %s is back; %d records wait for it", target, len(self._records.aside))
 
     def _put_back(self, target: Target, items: list[QueuedRecord], error: Exception) -> None:
         """Let a failed append wait again. A refused one waits in halves, until the bad record is alone and given up.
