@@ -111,7 +111,6 @@ class Conversation:
             with self._guard:
                 added = self._messages()
                 self._replace_history(stored)
-                self.loaded = True
                 self._append(added)
         self._report_gaps()
 
@@ -121,7 +120,6 @@ class Conversation:
             stored = self._read()
             with self._guard:
                 self._replace_history(stored)
-                self.loaded = True
         self._report_gaps()
 
     def check(self) -> None:
@@ -190,7 +188,6 @@ class Conversation:
             self._log.remove(self.id)
             with self._guard:
                 self._replace_history(Stored())
-                self.loaded = True
         self._erasures.remove(self.id, erased)
 
     def to_erase(self) -> ToErase:
@@ -359,6 +356,7 @@ class Conversation:
         self._history, self._next_position = list(stored.history), stored.next_position
         self.resumed = len(self._history)
         self._unsaved.discard(self)
+        self.loaded = True
 
     def _commit(self, messages: Sequence[dict[str, Any]], keep_for: Reservation | None) -> list[dict[str, Any]]:
         with self._guard:
@@ -381,8 +379,7 @@ class Conversation:
             self._log.append(self._view, said)
 
     def _refuse_if_busy(self) -> None:
-        holder = self._reservation
-        if holder is not None:
+        if (holder := self._reservation) is not None:
             raise busy_error(self.id, holder, self._messages())
 
 
