@@ -57,9 +57,8 @@ LENGTH_KEY = "agentspec_length"
 BATCH_KEY = "agentspec_batch"
 """Key in ``extra_args`` of a request that is one of several of an API call (`Presented.batch`)."""
 
-_OUR_KEYS = (  # which callers cannot set
-    *(IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, CALL_KEY, LENGTH_KEY, BATCH_KEY),
-)
+# Callers cannot set these.
+_OUR_KEYS = (IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, QUOTABLE_KEY, CALL_KEY, LENGTH_KEY, BATCH_KEY)
 _TELLING_KEYS = frozenset((*_OUR_KEYS, SESSION_KEY, PARENT_KEY, GROUP_KEY))  # whose values are for no log
 _ALL_CALLERS = "all callers"
 _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
