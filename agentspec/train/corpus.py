@@ -68,9 +68,9 @@ def folder_of(config: TrainingConfig, sizes: Sequence[int] | None = None) -> Pat
     if sizes is None or len(sizes) != len(paths):
         sizes = source_sizes(config)
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
-    for source in (*data["sources"], *(data["eval_sources"] or ())):
+    for source in (*data["sources"], *data["eval_sources"]):
         if source["type"] == "store":  # which had these fields, and caches of earlier checkouts stay in use
-            source |= {"revision": None, "hf_overrides": {}}
+            source.update(revision=None, hf_overrides={})
     files = [_digest(path, size) for path, size in zip(paths, sizes, strict=True)]
     name, folder = config.model.name_or_path, Path(config.model.name_or_path)
     model = [str(folder.resolve()), weight_files(folder), text_files(folder)] if folder.is_dir() else name
