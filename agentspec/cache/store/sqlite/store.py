@@ -87,7 +87,7 @@ class SQLiteStore(Database):
         if self._connections is None:
             return
         try:
-            self._keep_shared_memory()
+            self._make_ready()
         except StoreUnavailableError:  # the disk is full; the end of the process closes what would now end it
             return
         if self._close_connections():
@@ -95,7 +95,7 @@ class SQLiteStore(Database):
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        self._keep_shared_memory()
+        self._make_ready()
         with super()._write() as connection:
             self._files.check(connection)
             yield connection
@@ -103,12 +103,12 @@ class SQLiteStore(Database):
 
     @contextmanager
     def _read(self, *, long: bool = False) -> Iterator[sqlite3.Connection]:
-        self._keep_shared_memory()
+        self._make_ready()
         with super()._read(long=long) as connection:
             yield connection
 
-    def _keep_shared_memory(self) -> None:
-        """Restore the memory that the log's users share if it was cut short, before a connection looks at it."""
+    def _make_ready(self) -> None:
+        """Open the file anew after a fork, and restore the memory that the log's users share if it was cut short."""
         self._reopen()
         with store_errors(self._name):
             if self._connections is not None and self._files.is_shared_memory_cut():
