@@ -48,7 +48,7 @@ class StoredSessions:
             if wanted.before is not None and used >= wanted.before:
                 continue
             yield []
-            if not (wanted.anybody and wanted.prefix is None):
+            if not (wanted.anybody and wanted.prefix is None):  # who wants all sessions need not wait for this read
                 newest = _turns(store, parts[-1][0], session, newest=1)
                 if not any(_is_wanted(wanted, turn) for turn in newest):
                     continue

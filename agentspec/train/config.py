@@ -84,7 +84,7 @@ class StoreSource(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_the_target(cls, values: Any) -> Any:
+    def _no_target(cls, values: Any) -> Any:
         return _of_the_target(values)
 
 

@@ -299,7 +299,7 @@ class Outbox:
             if self._failures:
                 pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (min(self._failures, 20) - 1))
                 if self._changed.wait_for(lambda: self._hurried or self._deadline is not None, pause):
-                    self._changed.wait(_FIRST_PAUSE_S)
+                    self._changed.wait(_FIRST_PAUSE_S)  # callers may hurry the thread again and again
                 self._hurried = False
             return self._deadline is None or (bool(self._queue) and time.monotonic() < self._deadline)
 

@@ -94,6 +94,7 @@ def _dropped_plugins(engine_args: Any) -> str | None:
 
 
 def is_server(engine_args: Any) -> bool:
+    """Return whether these are the options of a server's engine, rather than of an ``LLM``'s."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     return isinstance(engine_args, AsyncEngineArgs)
