@@ -21,6 +21,7 @@ from agentspec.server_ext.persistence.persistence import Persistence, SessionHol
 from agentspec.server_ext.session_questions import (
     ApplyErasures,
     EraseSession,
+    FindEnd,
     FindTenants,
     ImportRecords,
     ListSessions,
@@ -198,6 +199,8 @@ class SessionAdmin(SessionHolder):
                 answer = partial(self._stored.read, session)
             case ImportRecords():
                 answer = partial(self._stored.import_records, question)
+            case FindEnd(tenant):
+                answer = partial(self._stored.end, tenant)
             case FindTenants(session):
                 answer = partial(self._stored.tenants, session, {s.identity.tenant for s in self._states_of(session)})
             case EraseSession(session, tenants):

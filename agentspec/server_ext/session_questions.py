@@ -38,13 +38,22 @@ class ReadSession:
 class ImportRecords:
     """Ask to append the records that a session lacks, and to load it. The answer is their number, in a list.
 
-    only_new: whether to leave a session that exists as it is.
+    only_new: whether to leave a session that exists as it is. begun: the end of the tenant's log (`FindEnd`) before any
+    engine imported, because an erasure behind it ends the import; None: no other engine imports.
     """
 
     session: str
     tenant: str | None
     records: Sequence[bytes]
     only_new: bool
+    begun: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FindEnd:
+    """Ask for the cursor at which a tenant's log ends, in a list."""
+
+    tenant: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ class ApplyErasures:
     """Ask to apply what other processes have erased by now. The answer is None."""
 
 
-SessionQuestion = ListSessions | ReadSession | ImportRecords | FindTenants | EraseSession | ApplyErasures
+SessionQuestion = ListSessions | ReadSession | ImportRecords | FindEnd | FindTenants | EraseSession | ApplyErasures
 
 _CLASSES = {kind.__name__: kind for kind in get_args(SessionQuestion)}
 

@@ -77,7 +77,7 @@ class StoredSessions:
         """
         session, tenant = wanted.session, wanted.tenant
         log = self._persistence.logs.of(tenant)
-        looked = last = store.newest(log)
+        looked = last = store.newest(log) if wanted.begun is None else wanted.begun
         held: set[tuple[str, int]] = set()
         for part in self._logs(store, tenant, session=session):
             for turn in _turns(store, part, session):
@@ -100,6 +100,10 @@ class StoredSessions:
         self._stop_if_erased(wanted, given, store, looked)
         self._persistence.load_again(tenant, session, _LOAD_SECONDS)
         yield [len(new)]
+
+    def end(self, tenant: str | None, store: Store) -> Iterator[list[str]]:
+        """Yield the cursor at which a tenant's log ends."""
+        yield [store.newest(self._persistence.logs.of(tenant))]
 
     def _stop_if_erased(
         self, wanted: ImportRecords, given: Container[tuple[str, int]], store: Store, after: str

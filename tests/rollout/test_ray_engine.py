@@ -312,7 +312,7 @@ def test_a_workers_own_error_that_cannot_be_sent_is_no_death(ray: Ray) -> None:
     assert len(ray.workers) == 2, "none was made in its place"
 
 
-def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigurationError, match=r"--ray needs Ray: pip install 'agentspec\[ray\]'"):
+    with pytest.raises(ConfigurationError, match=r"--ray needs Ray: pip install 'ray>=2.40'"):
         RayEngine.start("model", 2)

@@ -46,6 +46,18 @@ def test_an_erasure_reaches_a_running_server_of_another_model(start: Start, tmp_
     assert b.drafts(text(100, 5)) == text(105, 4)
 
 
+def test_an_erasure_reaches_a_server_of_another_model_whose_tenant_has_nothing_stored(start: Start) -> None:
+    a, b = start(), start(logs=OTHER)
+    b.say([1, 2, 3], text(100), "other", tenant="another")
+    assert b.persistence._writer.flush(60)
+    running = b.begin([1, 2, 3], "s")
+    a.erase("s")
+    wait_until(lambda: b.follower("erased"))
+    b.end(running, text(400))
+    assert b.persistence._writer.flush(60)
+    assert responses(b) == [100] and not b.drafts(text(400, 5), "s")
+
+
 def test_an_erasure_reaches_a_server_of_another_model_that_starts_later(start: Start, tmp_path: Path) -> None:
     """The other server's snapshot lies elsewhere, so it is not deleted."""
     b = start(logs=OTHER, snapshot=tmp_path / "b.snapshot")

@@ -17,7 +17,14 @@ from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.persistence.turn_records import turn_of
 from agentspec.server_ext.session_admin import SessionAdmin
-from agentspec.server_ext.session_questions import EraseSession, FindTenants, ImportRecords, ListSessions
+from agentspec.server_ext.session_questions import (
+    EraseSession,
+    FindEnd,
+    FindTenants,
+    ImportRecords,
+    ListSessions,
+    SessionQuestion,
+)
 from tests.store.helpers import LOGS, FlakyStore, turn, wait_until
 
 from .stored_engine import NS, TENANT, Engine, records, store, text
@@ -238,6 +245,27 @@ def test_an_import_ends_where_its_session_is_erased_meanwhile(
     answer = {}
     wait_until(lambda: poll("again", answer))
     assert "error" not in answer and stored() == 4
+    persistence.close()
+
+
+def test_an_import_by_several_engines_ends_where_its_session_is_erased_between_them(store: FlakyStore) -> None:
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
+    admin = SessionAdmin(persistence, lambda: ())
+    answer: dict[str, Any] = {}
+
+    def ask(question: SessionQuestion) -> dict[str, Any]:
+        answer.clear()
+        assert admin.begin("job", None, question) == {}
+        wait_until(lambda: answer.update(admin.poll("job")) or answer)
+        return answer
+
+    (begun,) = ask(FindEnd(None))["value"]
+    assert begun == store.newest(LOGS.of(None))
+    wanted = ImportRecords("s", None, [encode(turn("s", 1))], only_new=False, begun=begun)
+    assert ask(wanted)["value"] == [1]
+    assert ask(EraseSession("s", [None]))["value"]["records"] == 1
+    assert ask(wanted)["error"] == "invalid"  # on the next engine
+    assert list(store.read(LOGS.of(None), session="s")) == []
     persistence.close()
 
 

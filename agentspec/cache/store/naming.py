@@ -13,8 +13,8 @@ SCHEMA = "agentspec-log-1"
 _MODEL_BYTES, _TENANT_DIGITS, _APART_DIGITS = 8, 24, 16
 _REMEMBERED = 1024
 """Most log names that are cached. Each request asks for its tenant's, which takes up to two MACs."""
-_LOG = re.compile("[0-9a-f]{16}[.]([0-9a-f]{24}(?:[.][0-9a-f]{16})?)")
-"""A log's name, as LogNames makes it: the model, and the part that is the tenant's in the logs of every model."""
+_LOG = re.compile("([0-9a-f]{16})[.][0-9a-f]{24}([.][0-9a-f]{16})?")
+"""A log's name, as LogNames makes it: the model, then what is the tenant's in the logs of every model."""
 _APART = re.compile("[0-9a-f]{32}/(.*)", re.DOTALL)
 """A tenant that a LoRA adapter or a cache salt sets apart: a MAC of these, then the name of the tenant without them."""
 
@@ -43,9 +43,10 @@ class LogNames:
         return _log_of(self, tenant)
 
     def of_any_model(self, tenants: Iterable[str | None], names: Iterable[str]) -> list[str]:
-        """Return those of these names that are of one of these tenants' logs, whatever their model."""
-        parts = {self.of(tenant).partition(".")[2] for tenant in tenants}
-        return [name for name in names if (log := _LOG.fullmatch(name)) and log[1] in parts]
+        """Return the names of these tenants' logs for each model that has a log among ``names``."""
+        models = {log[1] for name in names if (log := _LOG.fullmatch(name))}
+        parts = {self.of(tenant).removeprefix(self.prefix) for tenant in tenants}
+        return [f"{model}.{part}" for model in models for part in parts]
 
     def family(self, tenant: str | None) -> str:
         """Return the prefix of the names of a tenant's log and of the logs set apart from it."""

@@ -38,6 +38,7 @@ from agentspec.server_ext.identity.callers import NOBODY, Presented, shows_admin
 from agentspec.server_ext.session_questions import (
     ApplyErasures,
     EraseSession,
+    FindEnd,
     FindTenants,
     ImportRecords,
     ListSessions,
@@ -154,9 +155,11 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
     session, identity = _find_session(engine, session_id, write=True)
     async with _imports.body_of(request, identity.caller) as body:
         payloads = await _imports.run(identity.caller, lambda: read_import(body, engine, session_id, identity))
-        wanted = ImportRecords(session, identity.tenant, payloads, only_new)
-        added: list[int] = []
-        for number in engine_numbers(engine):  # one by one, because they may share a store
+        numbers, added = engine_numbers(engine), list[int]()
+        several = len(numbers) > 1
+        ends = chain(*await _run(engine, identity, FindEnd(identity.tenant))) if several else [None]
+        for number, begun in zip(numbers, ends, strict=True):  # one by one, because they may share a store
+            wanted = ImportRecords(session, identity.tenant, payloads, only_new, begun)
             if await request.is_disconnected():  # it may have erased the session since
                 raise HTTPException(status_code=400, detail="the caller left, so nothing more is imported")
             added += chain(*await _run(engine, identity, wanted, engines=[number]))

@@ -380,12 +380,13 @@ class Persistence:
         tenants = set(tenants)
         logs = [self.logs.of(tenant) for tenant in tenants]
         # Since the tenants were named, a turn of the session may have been stored under another one. And servers of
-        # other models may hold the session, also where they have not stored it.
+        # other models may hold the session, also where the store has nothing of it or of its tenant.
         logs += store.namespaces(session=session)
         logs += self.logs.of_any_model(tenants, store.namespaces())
         erased = [self._erase_in_store(store, log, session) for log in dict.fromkeys(logs)]
         self._loader.forget(session)
-        return Erasure(sum(each.records for each in erased), all(each.complete for each in erased))
+        # The last one has emptied SQLite's write-ahead log of what all of them removed.
+        return Erasure(sum(each.records for each in erased), erased[-1].complete)
 
     def _erase_in_store(self, store: Store, log: str, session: str) -> Erasure:
         """Erase a session from one log, so that the follower does not take that for another process's erasure."""
