@@ -49,30 +49,6 @@ def test_trimming_gives_the_servers_memory_back(store: RedisStore) -> None:
     assert len(list(store.read(NS))) == store.usage().records > 800
 
 
-def test_payloads_expire_after_the_retention_if_nobody_trims_them(store: RedisStore) -> None:
-    store.trim(Retention(days=2))
-    store.append(NS, [NewEntry("a", b"1", "g")])
-    for key in ("log", "sessions", "usage"):  # a server that evicts expiring keys keeps these
-        assert raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") == -1
-    for key in ("s:a", "g:g"):
-        assert 2.9 < raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") / 86_400_000 <= 3
-    assert 0.9 < raw(store).pttl(f"{{agentspec:{NS}}}:3:w:{store._writer}") / 3_600_000 <= 1
-    raw(store).delete(f"{{agentspec:{NS}}}:3:s:a")  # expired before the log was trimmed
-    store.append(NS, [NewEntry("b", b"2")])
-    assert store.trim(Retention(records=1)) == Trimmed(1, more=True)
-    assert store.usage().records == 1
-    assert [usage.session for usage in store.sessions(NS)] == ["b"]
-
-
-def test_what_is_appended_without_a_retention_does_not_expire_by_an_earlier_one(store: RedisStore) -> None:
-    store.trim(Retention(days=2))
-    store.append(NS, [NewEntry("a", b"1", "g"), NewEntry("b", b"2")])
-    store.trim(Retention())
-    store.append(NS, [NewEntry("a", b"3", "g")])
-    assert [raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") for key in ("s:a", "g:g")] == [-1, -1]
-    assert raw(store).pttl(f"{{agentspec:{NS}}}:3:s:b") > 0  # nothing was appended to it
-
-
 def test_age_takes_nothing_newer_though_it_lies_beside_something_older(store: RedisStore) -> None:
     usage = f"{{agentspec:{NS}}}:3:usage"
     store.append(NS, [NewEntry("s", b"old")])

@@ -87,7 +87,10 @@ class LossWatch:
             first = count > 0 and not self.losses.missing
             self.losses = replace(self.losses, missing=self.losses.missing + count)
         if first:
-            logger.warning("agentspec: Redis evicts stored records; set its maxmemory-policy to noeviction")
+            logger.warning(
+                "agentspec: Redis lacks stored records that its logs name: if it evicts them, set its maxmemory-policy"
+                " to noeviction; they also expire if no server runs for longer than retention_days"
+            )
 
     def _name_lost(self, namespace: str, tag: str, before: int, held: _Acknowledged) -> None:
         """Count and log the lost records of a shard: those acknowledged behind batch ``before``, the last that it has.

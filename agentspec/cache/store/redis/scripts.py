@@ -17,8 +17,9 @@ local log, sessions, usage, tombstones, doomed =
   tag .. 'log', tag .. 'sessions', tag .. 'usage', tag .. 'tombstones', tag .. 'doomed'
 -- While a cluster moves these keys to another node, this fails, before anything is written.
 redis.call('EXISTS', log, sessions, usage, tombstones, doomed)
-local used = redis.call('HMGET', usage, 'records', 'bytes', 'last', 'born', 'trimmed')
+local used = redis.call('HMGET', usage, 'records', 'bytes', 'last', 'born', 'trimmed', 'expiry')
 local all_records, all_bytes, newest, born, trimmed = used[1] or 0, used[2] or 0, used[3], used[4], used[5]
+local expiry = used[6] or ''
 
 -- Adds to the sizes of the shard.
 local function count(records, bytes)
@@ -155,7 +156,11 @@ end
 local ms, seq = next_id(lists)
 first = string.format('%.0f-%.0f', ms, seq)
 local last = string.format('%.0f-%.0f', ms, seq + (#ARGV - 9) / 4 - 1)
-if not born or redis.call('EXISTS', log) == 0 then born = first end  -- new, or evicted
+if not born or redis.call('EXISTS', log) == 0 then  -- new, or evicted
+  born, expiry = first, ARGV[5]
+elseif expiry ~= ARGV[5] then
+  expiry = ''  -- RENEW makes them alike again
+end
 redis.call('HLEN', sessions)  -- for the state at the end
 
 -- Ask for the rights by what changes nothing. Redis before 6.2 takes NOMKSTREAM for an id, and refuses it as a bad
@@ -171,7 +176,7 @@ if ARGV[5] ~= '0' then
 else
   redis.call('PERSIST', none)
 end
-redis.call('HSET', usage, 'last', last, 'born', born, 'trimmed', last_trimmed())
+redis.call('HSET', usage, 'last', last, 'born', born, 'trimmed', last_trimmed(), 'expiry', expiry)
 for i = 10, #ARGV, 4 do
   -- What a session held before it expired or was evicted still counts if nobody has trimmed the log since.
   if redis.call('EXISTS', tag .. 's:' .. ARGV[i]) == 0 then forget(ARGV[i]) end
@@ -300,13 +305,43 @@ STATE = (
     _LIBRARY
     + """
 -- ARGV: tag, milliseconds. Removes what is left of a log that has been empty for so long. Returns the shard's state,
--- 1 if it has no keys, and 1 if something of erased sessions is left.
+-- 1 if it has no keys, 1 if something of erased sessions is left, and the time after which all payloads expire ('':
+-- it differs between them).
 if newest and clock() - string.match(newest, '^%d+') > tonumber(ARGV[2]) and redis.call('XLEN', log) == 0
   and redis.call('EXISTS', tombstones, sessions) == 0 then
   redis.call('DEL', log, usage)
   all_records, all_bytes = 0, 0
 end
-return {state(), 1 - redis.call('EXISTS', log), redis.call('EXISTS', doomed)}
+return {state(), 1 - redis.call('EXISTS', log), redis.call('EXISTS', doomed), expiry}
+"""
+)
+
+RENEW = (
+    _LIBRARY
+    + """
+-- ARGV: tag, milliseconds after which payloads expire (0: never), id behind which to go on, most entries, least
+-- milliseconds that are left to a payload. Lets the payloads of a page of entries expire so long after their session's
+-- or group's newest entry. Returns the id behind which the next page begins; '': the log has no more.
+redis.call('DEL', tag)
+local ms, lives, last = clock(), {}, ''
+local page = redis.call('XRANGE', log, '(' .. ARGV[3], '+', 'COUNT', ARGV[4])
+for _, entry in ipairs(page) do
+  local fields = fields_of(entry)
+  last = entry[1]
+  local left = math.max(string.match(last, '^%d+') + ARGV[2] - ms, tonumber(ARGV[5]))
+  if not fields.t then lives[tag .. 's:' .. fields.s] = left end
+  if fields.g then lives[tag .. 'g:' .. fields.g] = left end
+end
+for key, left in pairs(lives) do
+  if ARGV[2] ~= '0' then
+    redis.call('PEXPIRE', key, string.format('%.0f', left))
+  else
+    redis.call('PERSIST', key)
+  end
+end
+if #page == tonumber(ARGV[4]) then return last end
+if newest then redis.call('HSET', usage, 'expiry', ARGV[2]) end
+return ''
 """
 )
 

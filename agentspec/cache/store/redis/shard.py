@@ -19,6 +19,8 @@ IDLE_SECONDS = 86_400.0
 _ROWS = 128  # most entries that a read fetches in one go
 _ROWS_BYTES = 1 << 20  # about the most bytes that a read fetches in one go
 _COSTLIER = 4  # reading an entry of the log takes as long as reading this many tombstones in their hash, about
+_RENEWED = 512  # most entries of which one `renew` changes the expiry, in some 2 ms
+_LEAST_LEFT_MS = 86_400_000  # what `renew` leaves to payloads that would have expired; retention removes them
 _WALKED = 100_000  # about the most elements of groups that the server walks past in one `sweep`, which takes some 10 ms
 
 Id = tuple[int, int]
@@ -53,6 +55,19 @@ class Appended(NamedTuple):
     before: int
     born: bytes
     state: ShardState
+
+
+class Look(NamedTuple):
+    """Hold what a look at a shard found.
+
+    gone: whether it has no keys. doomed: whether entries of erased sessions are left. expiry_ms: time after which all
+    payloads expire, 0: never; None: it differs between them, or older code wrote them.
+    """
+
+    state: ShardState
+    gone: bool
+    doomed: bool
+    expiry_ms: int | None
 
 
 class _Reference(NamedTuple):
@@ -113,13 +128,18 @@ class RedisShard:
         """Remove a page of the entries that erased sessions left. Returns how many it removed; 0: none is left."""
         return int(self._run(scripts.SWEEP, [self.tag, _ROWS, _WALKED], LARGE + 1))  # of which size is not known
 
-    def state(self) -> tuple[ShardState, bool, bool]:
-        """Return the shard's state, whether it has no keys, and whether entries of erased sessions are left.
+    def look(self) -> Look:
+        """Look at the shard. Removes the keys of one that has been empty for IDLE_SECONDS."""
+        state, gone, doomed, expiry = self._run(scripts.STATE, [self.tag, int(IDLE_SECONDS * 1000)])
+        return Look(_state(state), bool(gone), bool(doomed), int(expiry) if expiry else None)
 
-        Removes the keys of a shard that has been empty for IDLE_SECONDS.
+    def renew(self, expiry_ms: int, after: Id) -> Id | None:
+        """Let the payloads of a page of entries behind ``after`` expire so long after they were stored; 0: never.
+
+        Returns the id behind which the next page begins; None: there is none.
         """
-        state, gone, doomed = self._run(scripts.STATE, [self.tag, int(IDLE_SECONDS * 1000)])
-        return _state(state), bool(gone), bool(doomed)
+        last = self._run(scripts.RENEW, [self.tag, expiry_ms, wire(after), _RENEWED, _LEAST_LEFT_MS])
+        return parsed(last) if last else None
 
     def trim(self, entries: int, size: int, until: int | None) -> tuple[int, int, ShardState]:
         """Remove the oldest entries, up to these limits. Returns their number and bytes, and the shard's new state.

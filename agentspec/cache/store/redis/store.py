@@ -7,7 +7,8 @@ All keys of a namespace have one hash tag, so that a cluster keeps them on one n
     {prefix:namespace}:3:g:GROUP     list of references: "id bytes session"
     {prefix:namespace}:3:sessions    hash, session: "entries bytes last-milliseconds"
     {prefix:namespace}:3:usage       hash: records, bytes, last = id of the newest entry, born = first id of all,
-                                     trimmed = id of the last entry that retention removed, 0-0: none
+                                     trimmed = id of the last entry that retention removed, 0-0: none,
+                                     expiry = milliseconds after which all payloads expire, 0: never, '': mixed
     {prefix:namespace}:3:tombstones  hash, session: id of its tombstone
     {prefix:namespace}:3:d:ID        entries of an erased session, still to be removed; the set :3:doomed has these keys
     {prefix:namespace}:3:w:WRITER    number and first id of the last batch that this writer has appended; expires
@@ -255,7 +256,7 @@ class RedisStore:
             self._index.doom(shard.name)
             erased.append(shard.erase(session, tombstone))
             self._index.spare(shard.name)
-            self._index.note(shard.name, shard.state()[0])
+            self._index.note(shard.name, shard.look().state)
         marks = [marked for _, marked in erased if marked is not None]
         name = None if not marks else self._layout.name(0 if place is None else place, max(marks))
         return Erasure(sum(removed for removed, _ in erased), True, name)

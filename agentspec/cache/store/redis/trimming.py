@@ -10,12 +10,13 @@ from agentspec.cache.store.background.courtesy import Courtesy
 from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, Retention, Trimmed, Usage
 from agentspec.cache.store.redis.client import RedisClient
 from agentspec.cache.store.redis.index import LogIndex
-from agentspec.cache.store.redis.shard import RedisShard
+from agentspec.cache.store.redis.shard import START, Id, Look, RedisShard
 from agentspec.errors import StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
 _SESSION_BYTES = 400  # bytes that the server needs for a session beside its entries, measured on Redis 7
+_MOST_LISTED = 65_536  # most shards of which a process remembers that it has renewed them
 _EXPIRY_DAYS = 1.0  # payloads expire so long after the retention's age, in case no process is left to trim them
 
 
@@ -82,6 +83,51 @@ class _SizeLimit:
         return _Share(entries, size, until)
 
 
+class _Renewals:
+    """List the shards whose payloads were stored under another retention, and so expire too early or too late.
+
+    Under one retention a process lists a shard once, so that servers with different ones do not undo each other's work
+    for ever.
+    """
+
+    def __init__(self) -> None:
+        self._expiry_ms: int | None = None
+        self._places: dict[str, Id] = {}  # by shard: how far it is renewed
+        self._listed: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def begin(self, expiry_ms: int) -> None:
+        """Begin anew if payloads now expire after another time."""
+        if expiry_ms != self._expiry_ms:
+            self._expiry_ms, self._places, self._listed = expiry_ms, {}, set()
+
+    def note(self, name: str, look: Look) -> None:
+        """List a shard if its payloads expire after another time."""
+        if look.gone or look.expiry_ms == self._expiry_ms or name in self._listed:
+            return
+        if len(self._listed) >= _MOST_LISTED:
+            self._listed = set(self._places)
+        self._listed.add(name)
+        self._places[name] = START
+
+    def next(self) -> tuple[str, Id]:
+        """Return a listed shard, and how far it is renewed."""
+        return next(iter(self._places.items()))
+
+    def move(self, name: str, place: Id | None) -> None:
+        """Note how far a shard is renewed. None: as far as it can be."""
+        del self._places[name]
+        if place is not None:
+            self._places[name] = place  # behind the others
+
+    def drop(self, name: str) -> None:
+        """Take a shard off the list, until it is noted again."""
+        del self._places[name]
+        self._listed.discard(name)
+
+
 class Trimming:
     """Remove the oldest entries of all logs, a slice at a time.
 
@@ -93,6 +139,7 @@ class Trimming:
     ) -> None:
         self.expiry_ms = 0
         self._client, self._index, self._shards = client, index, shards
+        self._renewals = _Renewals()
 
     def usage(self) -> Usage:
         """Return the records and bytes of all logs together."""
@@ -109,7 +156,9 @@ class Trimming:
                 return Trimmed(0, True)
         except StoreUnavailableError as error:  # perhaps only one node is away, so the logs of the others are trimmed
             unended = error
+        self._renewals.begin(self.expiry_ms)
         self._audit()
+        self._renew()
         age = None
         if days is not None:
             seconds, microseconds = map(int, self._client.command("TIME"))
@@ -120,7 +169,7 @@ class Trimming:
         removed = self._trim_oldest(age, _SizeLimit(count, size))
         if unended is not None and not removed:
             raise unended
-        return Trimmed(removed, removed > 0)
+        return Trimmed(removed, removed > 0 or bool(self._renewals))
 
     def _sweep(self) -> bool:
         """Continue an erasure that was cut off, if there is one. Return whether it had entries left to remove."""
@@ -130,7 +179,7 @@ class Trimming:
         shard = self._shard(doomed)
         try:
             left = shard.sweep() > 0
-            state = shard.state()[0]
+            state = shard.look().state
         except StoreUnavailableError:
             raise
         except StoreError as error:  # of this shard
@@ -151,18 +200,30 @@ class Trimming:
         courtesy = Courtesy()
         for namespace in self._index.to_audit():
             try:
-                found = [(shard.name, *shard.state()) for shard in self._shards(namespace, None)]
-                for name, state, _, doomed in found:
-                    self._index.note(name, state)
-                    if doomed:
+                found = [(shard.name, shard.look()) for shard in self._shards(namespace, None)]
+                for name, look in found:
+                    self._index.note(name, look.state)
+                    if look.doomed:
                         self._index.doom(name)
-                if all(gone for _, _, gone, _ in found):
+                    self._renewals.note(name, look)
+                if all(look.gone for _, look in found):
                     self._index.remove(namespace)
-                    if not all(shard.state()[1] for shard in self._shards(namespace, None)):
+                    if not all(shard.look().gone for shard in self._shards(namespace, None)):
                         self._index.enter(namespace)  # another process has appended to it meanwhile
             except StoreError as error:  # only one node may be away, or another program own this log's keys
                 logger.debug("agentspec: a log could not be looked at: %s", error)
             courtesy.pause()
+
+    def _renew(self) -> None:
+        """Let a page of payloads expire as the present retention wants it, if some were stored under another one."""
+        if not self._renewals:
+            return
+        name, place = self._renewals.next()
+        try:
+            self._renewals.move(name, self._shard(name).renew(self.expiry_ms, place))
+        except StoreError as error:  # only one node may be away; the next audit of the log lists it again
+            self._renewals.drop(name)
+            logger.debug("agentspec: the expiry of a log could not be renewed: %s", error)
 
     def _trim_oldest(self, age: _AgeLimit | None, size: _SizeLimit) -> int:
         """Remove the entries that are too old, and then the oldest of the larger logs. Return how many were removed.
