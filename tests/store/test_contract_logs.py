@@ -56,6 +56,23 @@ def test_a_read_ends_with_what_was_there_when_it_began(store: Store, session: st
     assert [first, *reading] == entries
 
 
+def test_tombstones_do_not_count_among_the_newest(store: Store) -> None:
+    assert list(store.read(NS, newest=3)) == []
+    for number in range(6):
+        store.append(NS, [NewEntry(f"kept{number}", b"turn %d" % number)])
+        time.sleep(0.002)  # shards of Redis know milliseconds
+        for erased in range(40):
+            store.erase_session(NS, f"gone{number}-{erased}")
+    whole = list(store.read(NS))
+    for newest in (1, 3, 6, 7):
+        found = list(store.read(NS, newest=newest))
+        turns = [entry.payload for entry in found if entry.payload.startswith(b"turn")]
+        assert turns == [b"turn %d" % number for number in range(6)][-newest:]
+        assert found == whole[-len(found) :] and len(found) == 41 * len(turns)
+    assert list(store.read(NS, newest=0)) == []
+    assert len(list(store.read(NS, newest=2, after=whole[-30].sequence))) == 29
+
+
 def test_namespaces_are_apart(store: Store) -> None:
     store.append(NS, [NewEntry("s", b"ours")])
     store.append("other", [NewEntry("s", b"theirs")])

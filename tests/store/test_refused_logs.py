@@ -286,7 +286,7 @@ class TestFollowing:
         store.erase_session(BAD, "gone")
         store.append(GOOD, [entry_of(turn("s", 1))])
         process.wait(delivered=1)
-        while store.trim(Retention(records=1)).more:
+        while store.trim(Retention(records=0)).more:
             pass
         store.refused = set()
         wait_until(lambda: process.forgotten == ["bad"])

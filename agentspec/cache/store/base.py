@@ -99,7 +99,10 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Limit a store by age in days, by size in bytes and by number of entries. None: no limit."""
+    """Limit a store by age in days, by size in bytes and by number of entries. None: no limit.
+
+    records: tombstones count only as far as they outnumber it.
+    """
 
     days: float | None = None
     bytes: int | None = None
@@ -158,8 +161,8 @@ class Store(Protocol):
 
         session, group: yield only the entries of this session or of this group (give at most one). A whole log also
         yields the tombstones of erased sessions (EraseRecord). after: yield only entries behind this cursor (an
-        ``Entry.sequence``). newest: yield only this many of them, the last ones. Pages keep the memory for a long log
-        small.
+        ``Entry.sequence``). newest: yield only this many of them, the last ones; tombstones between these do not count.
+        Pages keep the memory for a long log small.
         """
         ...
 

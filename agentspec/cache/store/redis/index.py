@@ -7,7 +7,8 @@ before it tells the index, an audit finds the change. Each slice of trimming aud
     prefix:namespaces      the set of logs
     {prefix:}:ages         sorted set, shard: milliseconds of its oldest entry
     {prefix:}:sizes        hash, shard: "entries bytes sessions microseconds"; the last: the time of this state
-    {prefix:}:totals       hash: records, bytes, sessions; the sums of sizes
+    {prefix:}:tombstones   hash, shard: how many of its entries are tombstones; none: 0
+    {prefix:}:totals       hash: records, bytes, sessions, tombstones; the sums of sizes and tombstones
     {prefix:}:doomed       the set of shards in which an erasure may have been cut off
 
 A shard is named ``namespace/place``.
@@ -30,12 +31,12 @@ _AGE_PAGE = 512  # shards that a search for old entries looks at in one go
 _MOST_SPARED = 4_096  # most shards that such a search looks at
 
 _NOTE = """
--- KEYS: ages, sizes, totals. ARGV: for each shard its name, entries, bytes, sessions, milliseconds of its oldest entry
--- ('': none) and the microseconds when it was so. A state that is older than the one here changes nothing, unless it is
--- by so much that a clock was set back.
+-- KEYS: ages, sizes, totals, tombstones. ARGV: for each shard its name, entries, bytes, sessions, milliseconds of its
+-- oldest entry ('': none), the microseconds when it was so, and tombstones. A state that is older than the one here
+-- changes nothing, unless it is by so much that a clock was set back.
 redis.call('HDEL', KEYS[2], '')  -- so that a full server takes the rest
 redis.call('HINCRBY', KEYS[3], 'records', 0)  -- refused here, before anything is changed, to a user who may not
-for i = 1, #ARGV, 6 do
+for i = 1, #ARGV, 7 do
   local name, r, b, s, at = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], tonumber(ARGV[i + 5])
   local hr, hb, hs, hat = string.match(redis.call('HGET', KEYS[2], name) or '0 0 0 0', '^(%S+) (%S+) (%S+) (%S+)$')
   hat = tonumber(hat)
@@ -50,6 +51,13 @@ for i = 1, #ARGV, 6 do
     else
       redis.call('HSET', KEYS[2], name, r .. ' ' .. b .. ' ' .. s .. ' ' .. ARGV[i + 5])
     end
+    local t, ht = ARGV[i + 6], redis.call('HGET', KEYS[4], name) or '0'
+    if t == '0' then
+      redis.call('HDEL', KEYS[4], name)
+    else
+      redis.call('HSET', KEYS[4], name, t)
+    end
+    redis.call('HINCRBY', KEYS[3], 'tombstones', t - ht)
     redis.call('HINCRBY', KEYS[3], 'records', r - hr)
     redis.call('HINCRBY', KEYS[3], 'bytes', string.format('%.0f', b - hb))
     redis.call('HINCRBY', KEYS[3], 'sessions', s - hs)
@@ -66,11 +74,15 @@ return redis.call('SADD', KEYS[1], ARGV[1])
 
 
 class Totals(NamedTuple):
-    """Count what all logs hold: entries, their bytes, and sessions. A session in two logs counts twice."""
+    """Count what all logs hold: entries, their bytes, sessions, and tombstones among the entries.
+
+    A session in two logs counts twice.
+    """
 
     records: int
     bytes: int
     sessions: int
+    tombstones: int
 
 
 class LogIndex:
@@ -79,8 +91,8 @@ class LogIndex:
     def __init__(self, client: RedisClient, prefix: str) -> None:
         self._client = client
         self._names = f"{prefix}:namespaces"
-        self._ages, self._sizes, self._totals, self._doomed = (
-            f"{{{prefix}:}}:{part}" for part in ("ages", "sizes", "totals", "doomed")
+        self._ages, self._sizes, self._totals, self._doomed, self._tombstones = (
+            f"{{{prefix}:}}:{part}" for part in ("ages", "sizes", "totals", "doomed", "tombstones")
         )
         self._lock = threading.Lock()
         self._changed: dict[str, ShardState] = {}
@@ -129,11 +141,11 @@ class LogIndex:
         arguments: list[str | int] = []
         for name, state in changed.items():
             oldest = "" if state.oldest is None else state.oldest
-            arguments += (name, state.records, state.bytes, state.sessions, oldest, state.at)
+            arguments += (name, state.records, state.bytes, state.sessions, oldest, state.at, state.tombstones)
         try:
-            for at in range(0, len(arguments), 6 * 256):
-                page = arguments[at : at + 6 * 256]
-                self._client.run(_NOTE, [self._ages, self._sizes, self._totals], page)
+            for at in range(0, len(arguments), 7 * 256):
+                page = arguments[at : at + 7 * 256]
+                self._client.run(_NOTE, [self._ages, self._sizes, self._totals, self._tombstones], page)
         except BaseException:
             with self._lock:
                 for name, state in changed.items():
@@ -148,7 +160,7 @@ class LogIndex:
     def totals(self) -> Totals:
         """Return the records, bytes and sessions of all logs together."""
         self.flush()
-        held = self._client.command("HMGET", self._totals, "records", "bytes", "sessions")
+        held = self._client.command("HMGET", self._totals, *Totals._fields)
         return Totals(*(max(0, int(one or 0)) for one in held))
 
     def oldest(self, count: int) -> list[tuple[int, str]]:

@@ -98,12 +98,13 @@ local function drop_reference(id, fields, count)
   redis.call('XDEL', log, id)
 end
 
--- Entries, their bytes, sessions, milliseconds of the oldest entry ('': none), and the microseconds now.
+-- Entries, their bytes, sessions, milliseconds of the oldest entry ('': none), the microseconds now, and tombstones.
 local function state()
   local head, now = redis.call('XRANGE', log, '-', '+', 'COUNT', 1)[1], redis.call('TIME')
   return {
     string.format('%.0f', all_records), string.format('%.0f', all_bytes), redis.call('HLEN', sessions),
-    head and string.match(head[1], '^%d+') or '', now[1] .. string.format('%06d', now[2])
+    head and string.match(head[1], '^%d+') or '', now[1] .. string.format('%06d', now[2]),
+    redis.call('HLEN', tombstones)
   }
 end
 

@@ -33,7 +33,7 @@ class ShardState(NamedTuple):
     """Hold the size of a shard at a time of its server's clock.
 
     records: its entries. bytes: their payloads, and ENTRY_BYTES for each. oldest: milliseconds of its oldest entry,
-    None if it is empty. at: the time, in microseconds.
+    None if it is empty. at: the time, in microseconds. tombstones: how many of the entries are tombstones.
     """
 
     records: int
@@ -41,6 +41,7 @@ class ShardState(NamedTuple):
     sessions: int
     oldest: int | None
     at: int
+    tombstones: int = 0
 
 
 class Appended(NamedTuple):
@@ -55,6 +56,14 @@ class Appended(NamedTuple):
     before: int
     born: bytes
     state: ShardState
+
+
+class Found(NamedTuple):
+    """Hold an entry that was read, its id, and whether it is a tombstone."""
+
+    id: Id
+    entry: Entry
+    is_tombstone: bool = False
 
 
 class Look(NamedTuple):
@@ -227,7 +236,7 @@ class RedisShard:
         # Older code wrote the log, and did not note what retention removed.
         return "whole" if rows and parsed(rows[0][0]) <= max(low, born) else "trimmed"
 
-    def session(self, session: str, low: Id, newest: int | None) -> Iterator[tuple[Id, Entry]]:
+    def session(self, session: str, low: Id, newest: int | None) -> Iterator[Found]:
         """Yield a session's entries behind ``low``, up to the present end. newest: how many, the last ones."""
         rows_at_once, size, held = _ROWS, 0, self._client.command("HGET", f"{self.tag}sessions", session)
         if held is not None:  # smaller pages for large entries, so that none takes longer than the timeout
@@ -237,13 +246,13 @@ class RedisShard:
         for element in self._elements(f"{self.tag}s:{session}", low, newest, rows_at_once, size):
             found = True
             number, _, payload = element.partition(b" ")
-            yield parsed(number), Entry(cursor(parsed(number)), session, payload)
+            yield Found(parsed(number), Entry(cursor(parsed(number)), session, payload))
         lacks_all = held is not None and not found and low == START and newest != 0
         if lacks_all and self._client.command("HGET", f"{self.tag}sessions", session) == held:
             self._missed(records)  # it was not erased or trimmed meanwhile
 
-    def referenced(self, group: str | None, low: Id, newest: int | None) -> Iterator[tuple[Id, Entry]]:
-        """Yield the entries of a group, or of the log, as ``session`` does."""
+    def referenced(self, group: str | None, low: Id, newest: int | None) -> Iterator[Found]:
+        """Yield the entries of a group, or of the log, as ``session`` does. Tombstones do not count in ``newest``."""
         references = self._log(low, newest) if group is None else self._group(group, low, newest)
         page: list[_Reference] = []
         size = 0
@@ -255,7 +264,7 @@ class RedisShard:
                 page, size = [], 0
         yield from self._gathered(page)
 
-    def _gathered(self, references: Sequence[_Reference]) -> Iterator[tuple[Id, Entry]]:
+    def _gathered(self, references: Sequence[_Reference]) -> Iterator[Found]:
         ids: dict[str, list[bytes]] = {}
         for one in references:
             if one.tombstone is None:
@@ -275,7 +284,8 @@ class RedisShard:
         for one in references:
             payload = payloads.get(one.id) if one.tombstone is None else one.tombstone
             if payload is not None:
-                yield one.id, Entry(cursor(one.id), one.session, payload, one.group)
+                entry = Entry(cursor(one.id), one.session, payload, one.group)
+                yield Found(one.id, entry, one.tombstone is not None)
 
     def _count_evicted(self, references: Sequence[_Reference]) -> int:
         """Return how many entries without a payload were evicted, rather than erased or trimmed meanwhile."""
@@ -301,13 +311,15 @@ class RedisShard:
         if left is not None:
             at = high
             while left:
-                rows = self._client.command("XREVRANGE", key, at, start, "COUNT", min(left, _ROWS))
-                if len(rows) < min(left, _ROWS):
+                rows = self._client.command("XREVRANGE", key, at, start, "COUNT", _ROWS)
+                for number, fields in rows:
+                    left -= b"t" not in fields
+                    if not left:
+                        start = number
+                        break
+                if len(rows) < _ROWS:
                     break
-                left -= len(rows)
                 at = b"(" + rows[-1][0]
-            else:
-                start = rows[-1][0]
         while rows := self._client.command("XRANGE", key, start, high, "COUNT", _ROWS):
             for number, fields in rows:
                 group, session = fields.get(b"g"), fields[b"s"].decode()
@@ -378,8 +390,15 @@ def id_of(name: str, cursor: str) -> Id:
 
 
 def _state(answer: Sequence[bytes | int]) -> ShardState:
-    records, size, sessions, oldest, at = answer
-    return ShardState(max(0, int(records)), max(0, int(size)), int(sessions), int(oldest) if oldest else None, int(at))
+    records, size, sessions, oldest, at, tombstones = answer
+    return ShardState(
+        max(0, int(records)),
+        max(0, int(size)),
+        int(sessions),
+        oldest=int(oldest) if oldest else None,
+        at=int(at),
+        tombstones=int(tombstones),
+    )
 
 
 def _next(number: Id) -> Id:

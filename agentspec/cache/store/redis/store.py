@@ -70,7 +70,7 @@ from agentspec.cache.store.redis.index import LogIndex
 from agentspec.cache.store.redis.layout import Layout
 from agentspec.cache.store.redis.losses import LossWatch
 from agentspec.cache.store.redis.secret import RedisSecret
-from agentspec.cache.store.redis.shard import START, Id, RedisShard, id_of, parsed, wire
+from agentspec.cache.store.redis.shard import START, Found, Id, RedisShard, id_of, parsed, wire
 from agentspec.cache.store.redis.trimming import Trimming
 from agentspec.cache.store.redis.waiting import Waiting
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
@@ -326,28 +326,35 @@ class RedisStore:
             self._unsure.popitem(last=False)
         return held[0]
 
-    def _alone(self, namespace: str, place: int, read: Iterator[tuple[Id, Entry]]) -> Iterator[Entry]:
+    def _alone(self, namespace: str, place: int, read: Iterator[Found]) -> Iterator[Entry]:
         """Yield the entries of one shard."""
         self._check_log(namespace)
-        for number, entry in read:
+        for number, entry, _ in read:
             yield entry if self._layout.shards == 1 else replace(entry, sequence=self._layout.name(place, number))
 
     def _merged(
-        self, namespace: str, reads: Sequence[Iterator[tuple[Id, Entry]]], lows: list[Id], newest: int | None
+        self, namespace: str, reads: Sequence[Iterator[Found]], lows: list[Id], newest: int | None
     ) -> Iterator[Entry]:
         """Yield the entries of all shards in the order of their ids. The cursors say how far each was read."""
         self._check_log(namespace)
 
-        def numbered(place: int) -> Iterator[tuple[Id, int, Entry]]:
-            for number, entry in reads[place]:
-                yield number, place, entry
+        def numbered(place: int) -> Iterator[tuple[Id, int, Found]]:
+            for found in reads[place]:
+                yield found.id, place, found
 
-        def merged() -> Iterator[Entry]:
-            for number, place, entry in heapq.merge(*map(numbered, range(len(reads))), key=lambda found: found[:2]):
-                lows[place] = number
-                yield replace(entry, sequence=self._layout.cursor(place, number, lows))
-
-        yield from merged() if newest is None else deque(merged(), newest)
+        left: deque[tuple[Entry, bool]] = deque()  # the newest, and whether each is a tombstone
+        counted, cut = 0, False
+        for number, place, found in heapq.merge(*map(numbered, range(len(reads))), key=lambda found: found[:2]):
+            lows[place] = number
+            entry = replace(found.entry, sequence=self._layout.cursor(place, number, lows))
+            if newest is None:
+                yield entry
+                continue
+            left.append((entry, found.is_tombstone))
+            counted += not found.is_tombstone
+            while counted > newest or (cut and left and left[0][1]):
+                counted, cut = counted - (not left.popleft()[1]), True
+        yield from (entry for entry, _ in left)
 
     def _check_log(self, namespace: str) -> None:
         """Raise StoreVersionError if an older release wrote the log, StoreError for another number of shards."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from agentspec.cache.store.background.courtesy import Courtesy
 from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, Retention, Trimmed, Usage
 from agentspec.cache.store.redis.client import RedisClient
-from agentspec.cache.store.redis.index import LogIndex
+from agentspec.cache.store.redis.index import LogIndex, Totals
 from agentspec.cache.store.redis.shard import START, Id, Look, RedisShard
 from agentspec.errors import StoreError, StoreUnavailableError
 
@@ -143,8 +143,7 @@ class Trimming:
 
     def usage(self) -> Usage:
         """Return the records and bytes of all logs together."""
-        held = self._index.totals()
-        return Usage(held.records, held.bytes + held.sessions * _SESSION_BYTES)
+        return _usage(self._index.totals())
 
     def trim(self, retention: Retention) -> Trimmed:
         """Remove a slice, as Store.trim does."""
@@ -163,9 +162,13 @@ class Trimming:
         if days is not None:
             seconds, microseconds = map(int, self._client.command("TIME"))
             age = _AgeLimit(max(0, int((seconds - days * 86_400) * 1000) + microseconds // 1000))
-        held = Usage(0, 0) if retention.records is None and retention.bytes is None else self.usage()
-        count = 0 if retention.records is None else held.records - retention.records
-        size = 0 if retention.bytes is None else held.bytes - retention.bytes
+        count = size = 0
+        if retention.records is not None or retention.bytes is not None:
+            held = self._index.totals()
+            if retention.records is not None:
+                count = held.records - min(held.tombstones, retention.records) - retention.records
+            if retention.bytes is not None:
+                size = _usage(held).bytes - retention.bytes
         removed = self._trim_oldest(age, _SizeLimit(count, size))
         if unended is not None and not removed:
             raise unended
@@ -278,3 +281,7 @@ class Trimming:
         """Return the shard of this name in the index."""
         namespace, _, place = name.rpartition("/")
         return self._shards(namespace, int(place))[0]
+
+
+def _usage(held: Totals) -> Usage:
+    return Usage(held.records, held.bytes + held.sessions * _SESSION_BYTES)

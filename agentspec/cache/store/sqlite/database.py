@@ -322,27 +322,26 @@ class Database:
         return pragma(connection, "data_version")
 
     def _pages(self, where: str, values: list[str], after: int, newest: int | None) -> Iterator[Entry]:
-        bounds = (
-            f"SELECT min(sequence), max(sequence) FROM (SELECT sequence FROM entries WHERE {where}"
-            " AND sequence > ? ORDER BY sequence DESC LIMIT ?)"
-        )
+        rows, arguments = f"FROM entries WHERE {where} AND sequence > ?", (*values, after)
+        of_newest = f"SELECT sequence {rows} AND erased = 0 ORDER BY sequence DESC LIMIT 1 OFFSET ?"
         with self._read() as connection:
-            arguments = (*values, after, -1 if newest is None else newest)  # -1 means no limit
-            low, high = connection.execute(bounds, arguments).fetchone()
-        if low is None:
-            return
+            (high,) = connection.execute(f"SELECT max(sequence) {rows}", arguments).fetchone()
+            if high is None or newest == 0:
+                return
+            first = None if newest is None else connection.execute(of_newest, (*arguments, newest - 1)).fetchone()
+            (low,) = first or connection.execute(f"SELECT min(sequence) {rows}", arguments).fetchone()
         page = (
             f"SELECT sequence, session, substr(padded, {FRONT + 1}, size), grouped FROM entries JOIN payloads USING"
             f" (sequence) WHERE {where} AND sequence BETWEEN ? AND ? ORDER BY sequence LIMIT {_ROWS}"
         )
         while low <= high:
             with self._read() as connection:
-                rows = connection.execute(page, (*values, low, high)).fetchall()
-            for sequence, session, payload, group in rows:
+                found = connection.execute(page, (*values, low, high)).fetchall()
+            for sequence, session, payload, group in found:
                 yield Entry(cursor_of(sequence), session, payload, group)
-            if len(rows) < _ROWS:
+            if len(found) < _ROWS:
                 return
-            low = rows[-1][0] + 1
+            low = found[-1][0] + 1
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:

@@ -55,6 +55,12 @@ def records_held(connection: sqlite3.Connection) -> int:
     return int(records)
 
 
+def _tombstones_held(connection: sqlite3.Connection) -> int:
+    """Return the number of tombstones in all logs."""
+    (tombstones,) = connection.execute("SELECT count(*) FROM entries WHERE erased = 1").fetchone()
+    return int(tombstones)
+
+
 def last_trimmed(connection: sqlite3.Connection, namespace: str) -> int:
     """Return the last sequence that retention may have removed from a log; 0: it removed nothing."""
     query = "SELECT trimmed FROM logs WHERE namespace IN ('', ?) ORDER BY namespace DESC LIMIT 1"
@@ -72,6 +78,8 @@ def _beyond_limits(connection: sqlite3.Connection, retention: Retention) -> list
     count = size = 0
     if retention.records is not None:
         count = records_held(connection) - retention.records
+        if count > 0:
+            count -= min(retention.records, _tombstones_held(connection))
     if retention.bytes is not None:
         size = (pragma(connection, "page_count") - pragma(connection, "freelist_count")) * PAGE_SIZE - retention.bytes
     if count <= 0 and size <= 0:
