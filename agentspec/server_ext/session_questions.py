@@ -38,14 +38,16 @@ class ReadSession:
 class ImportRecords:
     """Ask to append the records that a session lacks, and to load it. The answer is their number, in a list.
 
-    only_new: whether to leave a session that exists as it is. begun: the end of the tenant's log (`FindEnd`) before any
-    engine imported, because an erasure behind it ends the import; None: no other engine imports.
+    only_new: whether to leave a session that exists as it is. owner: of the tenant's log (`Identity.log_owner`). begun:
+    the end of the tenant's log (`FindEnd`) before any engine imported, because an erasure behind it ends the import;
+    None: no other engine imports.
     """
 
     session: str
     tenant: str | None
     records: Sequence[bytes]
     only_new: bool
+    owner: str = ""
     begun: str | None = None
 
 

@@ -91,7 +91,8 @@ class StoredSessions:
         for payload in wanted.records:
             given[_name_of(decode(payload))] = payload
             courtesy.pause()
-        new = [NewEntry(session, payload) for name, payload in given.items() if name not in held]
+        missing = [payload for name, payload in given.items() if name not in held]
+        new = [NewEntry(session, payload, owner=wanted.owner) for payload in missing]
         for entries in _slices_of(new):
             self._stop_if_erased(wanted, given, store, looked)
             # The look came before the last append, so the next one begins where that began.

@@ -234,7 +234,8 @@ class TestWithoutATenant:
     @pytest.mark.parametrize("key", ["ada", None])
     def test_salts_and_adapters_count_for_their_caller_when_memory_is_scarce(self, key: str | None) -> None:
         some = [request(key=key), request(key=key, salt="one"), request(key=key, salt="two", adapter="x")]
-        assert len({(identity.owner, identity.tenant_owner) for identity in some}) == 1 and some[0].owner
+        owners = {(identity.owner, identity.tenant_owner, identity.log_owner) for identity in some}
+        assert len(owners) == 1 and some[0].owner == some[0].log_owner
         assert len({identity.tenant for identity in some}) == 3
         other = request(key="bob")
         assert other.owner != some[0].owner and other.tenant_owner != some[0].tenant_owner
@@ -243,6 +244,7 @@ class TestWithoutATenant:
         ada, bob, salted = (request(key=key, salt=salt, tenant="acme") for key, salt in KEYS_AND_SALTS)
         assert ada.tenant_owner == bob.tenant_owner == salted.tenant_owner == "acme" != salted.tenant
         assert ada.owner == salted.owner != bob.owner
+        assert ada.log_owner == bob.log_owner == salted.log_owner == "", "the log's name says it"
 
     def test_a_salt_is_no_adapter_and_no_principal(self) -> None:
         identities = [request(salt="x"), request(adapter="x"), request(key="x")]

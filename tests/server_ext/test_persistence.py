@@ -54,6 +54,16 @@ def test_a_family_comes_back_after_a_restart() -> None:
     assert after.load() == 0 and after.cache.family_of(again) == "root"
 
 
+@pytest.mark.parametrize(("named", "owner"), [(None, "ada"), ("acme", "")])
+def test_the_store_learns_for_whom_the_log_of_a_turn_counts(store: FlakyStore, named: str | None, owner: str) -> None:
+    persistence = Persistence(SuffixCache(), store, LOGS, preload=0)
+    identity = Identity(principal="ada and a salt", caller="ada", named_tenant=named)
+    persistence.save(turn_of(turn("s", 1)), identity)
+    assert persistence._writer.flush(60)
+    assert [entry.owner for batch in store.appended for entry in batch] == [owner]
+    persistence.close()
+
+
 @pytest.mark.parametrize("error", [StoreUnavailableError("away"), StoreError("WRONGTYPE")])
 def test_nobody_waits_for_turns_that_cannot_be_written(store: FlakyStore, error: StoreError) -> None:
     """The store may refuse one log only. Otherwise each question about sessions would wait for its turns."""

@@ -207,11 +207,12 @@ def test_a_session_is_new_if_neither_the_cache_nor_the_store_holds_it(store: Fla
     admin = SessionAdmin(persistence, lambda: ())
     for session, added in (("in the cache", 0), ("in the store", 0), ("new", 1)):
         records = [encode(turn(session, 2))] * 2  # a text may be given twice
-        assert admin.begin(session, None, ImportRecords(session, None, records, only_new=True)) == {}
+        assert admin.begin(session, None, ImportRecords(session, None, records, only_new=True, owner="ada")) == {}
         answer: dict[str, Any] = {}  # it is told once
         wait_until(lambda answer=answer, session=session: answer.update(admin.poll(session)) or answer)  # type: ignore[misc]
         assert answer == {"value": [added], "more": False}
         assert len(list(store.read(LOGS.of(None), session=session))) == (session != "in the cache")
+    assert [entry.owner for entry in store.appended[-1]] == ["ada"]
     persistence.close()
 
 

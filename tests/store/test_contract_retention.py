@@ -87,6 +87,27 @@ def test_a_log_that_grows_without_end_takes_nothing_from_small_ones(store: Store
     assert trim(store, Retention(days=0.0, records=300)) == 300, "age spares nobody"
 
 
+@pytest.mark.parametrize("owner", ["", "greedy"])
+def test_a_caller_with_many_logs_takes_nothing_from_others(store: Store, owner: str) -> None:
+    """Each cache salt and each adapter has a log of its own, which holds less than others' logs."""
+    family = "model" if owner else "model.greedy"
+    cursors = store.append("model.small", [NewEntry("s", b"x")] * 20)
+    store.append("model.other.salted", [NewEntry("s", b"x")] * 10)
+    store.append("model.other", [NewEntry("s", b"x")] * 10)
+    time.sleep(0.002)  # Redis knows milliseconds
+    for number in range(100):
+        store.append(f"{family}.{number}", [NewEntry("s", b"x", owner=owner)] * 3)
+    assert trim(store, Retention(records=100)) == 240
+    assert [entry.sequence for entry in store.read("model.small")] == cursors
+    assert len(list(store.read("model.other"))) == len(list(store.read("model.other.salted"))) == 10
+    left = [len(list(store.read(log))) for log in store.namespaces("model.") if log[6:11] not in ("small", "other")]
+    assert sum(left) == 60 and store.usage().records == 100
+    while store.trim(Retention(records=0)).more:
+        pass
+    store.append("model.small", [NewEntry("s", b"x")] * 3)
+    assert trim(store, Retention(records=3)) == 0
+
+
 def test_small_logs_are_trimmed_once_they_hold_what_others_do(store: Store) -> None:
     for number, size in enumerate((4, 100, 8)):
         store.append(f"log-{number}", [NewEntry("s", b"x")] * size)

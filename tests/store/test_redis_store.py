@@ -63,7 +63,7 @@ def test_every_key_has_the_prefix_and_one_hash_tag(store: RedisStore) -> None:
     listed, shards, *names = keys(store)
     assert (listed, shards) == ("agentspec:namespaces", "agentspec:shards")
     index = [name for name in names if name.startswith("{agentspec:}")]
-    assert index == [f"{{agentspec:}}:{part}" for part in ("ages", "sizes", "totals")]
+    assert index == [f"{{agentspec:}}:{part}" for part in ("ages", "owned", "sizes", "totals", "weights")]
     names = names[: -len(index)]
     assert all(name.startswith(f"{{agentspec:{NS}}}:3:") for name in names)
     assert [name.partition("}:3:")[2] for name in names if ":w:" not in name] == [

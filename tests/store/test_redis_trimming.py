@@ -149,15 +149,49 @@ def test_the_index_takes_no_older_state_unless_a_clock_was_set_back(store: Redis
 
 def test_a_log_alone_and_one_of_unknown_size_may_go_whole(store: RedisStore) -> None:
     index, now = LogIndex(store._client, "agentspec"), 1_700_000_000_000_000
-    assert index.totals() == (0, 0, 0, 0) and index.oldest_of_larger(9) == ({}, [])
+    assert index.totals() == (0, 0, 0, 0) and index.oldest_of_larger(9)[1] == []
     index.note("a/0", ShardState(5, 500, 2, 77, now))
-    assert index.oldest_of_larger(9) == ({}, [(77, "a/0")])
+    may_go, oldest = index.oldest_of_larger(9)
+    assert may_go.of("a/0") is None and oldest == [(77, "a/0")]
     index.note("b/0", ShardState(5, 500, 2, 88, now))
     index.note("c/0", ShardState(1, 1, 1, 99, now))
     assert index.oldest(1) == [(77, "a/0")]
-    raw(store).hdel("{agentspec:}:sizes", "b/0")
-    assert index.oldest_of_larger(9) == ({"a/0": 250}, [(77, "a/0"), (88, "b/0")]), "half of the mean stays of a"
+    for part in ("sizes", "weights"):
+        raw(store).hdel(f"{{agentspec:}}:{part}", "b/0")
+    raw(store).hdel("{agentspec:}:owned", "b")
+    may_go, oldest = index.oldest_of_larger(9)
+    assert oldest == [(77, "a/0"), (88, "b/0")]
+    assert may_go.of("a/0") == 250, "half of the mean stays of a"
+    assert may_go.of("b/0") is None
     assert index.oldest_of_larger(1)[1] == [(77, "a/0")]
+
+
+def test_logs_are_weighed_by_their_owners_once_an_older_release_has_written_them(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_index, "_AUDIT_SECONDS", 0.0)
+    for number in range(20):
+        store.append(f"m.greedy.{number}", [NewEntry("s", b"x")] * 4)
+    time.sleep(0.002)
+    store.append("m.small", [NewEntry("s", b"x")] * 20)
+    store.append("m.salted", [NewEntry("s", b"x", owner="m.greedy")])
+    store._index.flush()
+
+    def owned() -> dict[str | bytes, int]:
+        return {owner: int(size) // 91 for owner, size in raw(store).hgetall("{agentspec:}:owned").items()}
+
+    assert owned() == {b"m.greedy": 20 * 4 + 1, b"m.small": 20}
+    raw(store).delete("{agentspec:}:weights", "{agentspec:}:owned")
+    assert store.trim(Retention(records=100)).records == 1, "each log counts alone"
+    store.trim(Retention())
+    store._index.flush()
+    assert raw(store).hlen("{agentspec:}:weights") == 22 and sum(owned().values()) == 100
+    for shard in ("m.salted/0", "m.greedy.7/0"):
+        raw(store).hset("{agentspec:}:weights", shard, b"91 stale")
+        raw(store).hset("{agentspec:}:owned", "stale", 91)
+    while store.trim(Retention(records=0)).more:
+        pass
+    assert not raw(store).exists("{agentspec:}:weights")
 
 
 def noting(index: LogIndex) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from agentspec.cache.store import NewEntry, SQLiteStore
+from agentspec.cache.store import NewEntry, Retention, SQLiteStore
 from agentspec.cache.store.sqlite.file import FRONT, OVERFLOW, PAGE_SIZE, connect, empty_log, enter_wal, padded, pragma
 from agentspec.errors import StoreError
 from tests.store.helpers import NS
@@ -133,6 +133,23 @@ def test_a_list_of_sessions_reads_an_index_and_a_session_is_read_by_it(tmp_path:
         read = plans(store, lambda: list(store.read(NS, session="s1", newest=2)))
         assert read.count("entries_of_sessions (namespace=? AND session=? AND erased=? AND sequence>?") == 3
         assert "TEMP B-TREE" not in read
+
+
+def test_a_file_of_an_earlier_release_gets_the_owners_of_its_logs(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        store.append("model.a", [NewEntry("s", b"x", owner="me")] * 3)
+    with closing(sqlite3.connect(path)) as old:
+        assert old.execute("SELECT * FROM owners").fetchall() == [("model.a", "me")]
+        old.executescript("DROP TRIGGER log_removed; DROP TABLE owners; DROP INDEX entries_of_erased")
+    with closing(SQLiteStore(path)) as store:
+        for owner in ("me", "", "you"):
+            store.append("model.a", [NewEntry("s", b"x", owner=owner)])
+        assert "entries_of_erased" in plans(store, lambda: store.trim(Retention(records=1)))
+        while store.trim(Retention(records=0)).more:
+            pass
+    with closing(sqlite3.connect(path)) as file:
+        assert file.execute("SELECT * FROM owners").fetchall() == [], "a log that is gone leaves nothing"
 
 
 def test_a_large_file_of_an_earlier_release_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

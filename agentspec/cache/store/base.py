@@ -30,13 +30,15 @@ _CURSOR_DIGITS = 20
 class NewEntry(NamedTuple):
     """Hold one record to append: the keys of its session and group, and its bytes. session "": no session.
 
-    name: the record's name in the warning about lost records.
+    name: the record's name in the warning about lost records. owner: for whom its log counts when the store is trimmed;
+    "": for the tenant in the log's name, or whom an earlier entry named.
     """
 
     session: str
     payload: bytes
     group: str | None = None
     name: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +246,9 @@ class Store(Protocol):
     def trim(self, retention: Retention) -> Trimmed:
         """Remove one slice of the oldest entries beyond the limits, of all namespaces together, and free their space.
 
-        Limits in bytes and records take entries only from namespaces that hold at least half of the mean namespace's
-        bytes. A slice is SLICE_ENTRIES or about SLICE_BYTES at most. Call it again while it says that there is more.
+        Limits in bytes and records take entries only from owners whose namespaces hold at least half of the mean
+        owner's bytes. The owner is the one that entries named, else the tenant in the namespace (`log_family`). A slice
+        is SLICE_ENTRIES or about SLICE_BYTES at most. Call it again while it says that there is more.
         """
         ...
 

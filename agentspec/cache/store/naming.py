@@ -62,6 +62,11 @@ def _log_of(logs: LogNames, tenant: str | None) -> str:
     return whole
 
 
+def log_family(name: str) -> str:
+    """Return the part of a log's name that it shares with the logs set apart from it (`LogNames.family`)."""
+    return ".".join(name.split(".", 2)[:2])
+
+
 def model_key(config: str, tokenizer: str) -> str:
     """Return the key of a model, 16 hexadecimal digits. config, tokenizer: texts that identify these two."""
     return hashlib.blake2b(frame([SCHEMA, config, tokenizer]), digest_size=_MODEL_BYTES).hexdigest()

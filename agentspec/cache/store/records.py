@@ -1,6 +1,6 @@
 """Define the records of a store: turns on the server's side, messages and cuts on the client's, tombstones on both."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -57,9 +57,11 @@ class TurnRecord:
     """key of the root session of its session's family; None: no session started this one"""
     imported: bool = False
     """whether an import appended it, and not its writer"""
+    log_owner: str = field(default="", compare=False)
+    """for whom its log counts when the store is trimmed (`NewEntry.owner`); not part of the stored record"""
 
     def __eq__(self, other: object) -> bool:
-        names = [field.name for field in fields(self)]
+        names = [field.name for field in fields(self) if field.compare]
         return isinstance(other, TurnRecord) and all(
             np.array_equal(getattr(self, name), getattr(other, name)) for name in names
         )

@@ -159,7 +159,7 @@ async def import_session(request: Request, session_id: str, only_new: bool = Fal
         several = len(numbers) > 1
         ends = chain(*await _run(engine, identity, FindEnd(identity.tenant))) if several else [None]
         for number, begun in zip(numbers, ends, strict=True):  # one by one, because they may share a store
-            wanted = ImportRecords(session, identity.tenant, payloads, only_new, begun)
+            wanted = ImportRecords(session, identity.tenant, payloads, only_new, identity.log_owner, begun)
             if await request.is_disconnected():  # it may have erased the session since
                 raise HTTPException(status_code=400, detail="the caller left, so nothing more is imported")
             added += chain(*await _run(engine, identity, wanted, engines=[number]))

@@ -18,7 +18,7 @@ principal  the caller together with the request's ``cache_salt``. It owns sessio
 tenant     whose requests draft from each other's answers: the one that the operator or a gateway named, or else the
            principal. A LoRA adapter sets a tenant apart, and so does a salt.
 owner      in whose share of the memory a text counts when texts are evicted: the caller for sessions and groups, the
-           named tenant for what its requests share
+           named tenant for what its requests share. In the store the tenant's log counts for the named tenant or caller
 """
 
 import logging
@@ -113,6 +113,11 @@ class Identity:
     def tenant_owner(self) -> str:
         """Return the owner of the tenant for eviction: the named tenant, which callers share, or else the caller."""
         return self.named_tenant or self.owner
+
+    @property
+    def log_owner(self) -> str:
+        """Return the owner of the tenant's log in the store: the caller; "" for a named tenant, in the log's name."""
+        return self.owner if self.named_tenant is None else ""
 
 
 _KINDS = tuple(field.type if field.type in (int, bool) else str | None for field in fields(Identity))

@@ -28,6 +28,7 @@ def record_of(turn: FinishedTurn, identity: Identity) -> TurnRecord:
         scope=turn.scope,
         weights=identity.weight_version,
         family=turn.family,
+        log_owner=identity.log_owner,
     )
 
 

@@ -24,7 +24,8 @@ class QueuedRecord:
         record = self.record
         if not isinstance(record, TurnRecord):
             return NewEntry(record.session, encode(record))
-        return NewEntry(record.session, encode(record), record.shared_by, f"{record.writer}:{record.number}")
+        name = f"{record.writer}:{record.number}"
+        return NewEntry(record.session, encode(record), record.shared_by, name, record.log_owner)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,20 @@ before it tells the index, an audit finds the change. Each slice of trimming aud
     {prefix:}:sizes        hash, shard: "entries bytes sessions microseconds"; the last: the time of this state
     {prefix:}:tombstones   hash, shard: how many of its entries are tombstones; none: 0
     {prefix:}:totals       hash: records, bytes, sessions, tombstones; the sums of sizes and tombstones
+    {prefix:}:weights      hash, shard: "bytes owner", as its bytes count for the owner of its log
+    {prefix:}:owned        hash, owner: the sum of these bytes
     {prefix:}:doomed       the set of shards in which an erasure may have been cut off
 
-A shard is named ``namespace/place``.
+A shard is named ``namespace/place``. The owner of a log is the one that its entries named, else what the log's name
+begins with (`log_family`). Older code writes neither weights nor owned; the audit catches up with that.
 """
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from agentspec.cache.store.naming import log_family
 from agentspec.cache.store.redis.client import RedisClient
 from agentspec.cache.store.redis.shard import ShardState
 from agentspec.errors import StoreError
@@ -31,12 +36,13 @@ _AGE_PAGE = 512  # shards that a search for old entries looks at in one go
 _MOST_SPARED = 4_096  # most shards that such a search looks at
 
 _NOTE = """
--- KEYS: ages, sizes, totals, tombstones. ARGV: for each shard its name, entries, bytes, sessions, milliseconds of its
--- oldest entry ('': none), the microseconds when it was so, and tombstones. A state that is older than the one here
--- changes nothing, unless it is by so much that a clock was set back.
+-- KEYS: ages, sizes, totals, tombstones, weights, owned. ARGV: for each shard its name, entries, bytes, sessions,
+-- milliseconds of its oldest entry ('': none), the microseconds when it was so, tombstones, owner ('': the one that was
+-- noted before), and the owner if none was. A state that is older than the one here changes nothing, unless it is by so
+-- much that a clock was set back.
 redis.call('HDEL', KEYS[2], '')  -- so that a full server takes the rest
 redis.call('HINCRBY', KEYS[3], 'records', 0)  -- refused here, before anything is changed, to a user who may not
-for i = 1, #ARGV, 7 do
+for i = 1, #ARGV, 9 do
   local name, r, b, s, at = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], tonumber(ARGV[i + 5])
   local hr, hb, hs, hat = string.match(redis.call('HGET', KEYS[2], name) or '0 0 0 0', '^(%S+) (%S+) (%S+) (%S+)$')
   hat = tonumber(hat)
@@ -56,6 +62,15 @@ for i = 1, #ARGV, 7 do
       redis.call('HDEL', KEYS[4], name)
     else
       redis.call('HSET', KEYS[4], name, t)
+    end
+    local hw, ho = string.match(redis.call('HGET', KEYS[5], name) or '', '^(%d+) (.*)$')
+    local owner = ARGV[i + 7] ~= '' and ARGV[i + 7] or ho or ARGV[i + 8]
+    if hw and redis.call('HINCRBY', KEYS[6], ho, '-' .. hw) <= 0 then redis.call('HDEL', KEYS[6], ho) end
+    if b == '0' then
+      redis.call('HDEL', KEYS[5], name)
+    else
+      redis.call('HSET', KEYS[5], name, b .. ' ' .. owner)
+      redis.call('HINCRBY', KEYS[6], owner, b)
     end
     redis.call('HINCRBY', KEYS[3], 'tombstones', t - ht)
     redis.call('HINCRBY', KEYS[3], 'records', r - hr)
@@ -85,14 +100,35 @@ class Totals(NamedTuple):
     tombstones: int
 
 
+class Allowance:
+    """Say how many bytes of shards may go. Shards of one owner share theirs; a shard without an owner may go whole."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, str] = {}  # by shard
+        self._bytes: dict[str, int] = {}  # by owner
+
+    def set(self, shard: str, owner: str, size: int) -> None:
+        """Let so many bytes of an owner go, to whom a shard belongs."""
+        self._owners[shard], self._bytes[owner] = owner, size
+
+    def of(self, shard: str) -> int | None:
+        """Return how many bytes of a shard may go; None: all."""
+        return self._bytes.get(self._owners.get(shard, ""))
+
+    def take(self, shard: str, size: int) -> None:
+        """Note that so many bytes of a shard are gone."""
+        if shard in self._owners:
+            self._bytes[self._owners[shard]] -= size
+
+
 class LogIndex:
     """Keep the index of the logs under a prefix. Thread-safe."""
 
     def __init__(self, client: RedisClient, prefix: str) -> None:
         self._client = client
         self._names = f"{prefix}:namespaces"
-        self._ages, self._sizes, self._totals, self._doomed, self._tombstones = (
-            f"{{{prefix}:}}:{part}" for part in ("ages", "sizes", "totals", "doomed", "tombstones")
+        self._ages, self._sizes, self._totals, self._doomed, self._tombstones, self._weights, self._owned = (
+            f"{{{prefix}:}}:{part}" for part in ("ages", "sizes", "totals", "doomed", "tombstones", "weights", "owned")
         )
         self._lock = threading.Lock()
         self._changed: dict[str, ShardState] = {}
@@ -138,14 +174,16 @@ class LogIndex:
         """Write the noted states. Raises as RedisClient does; then they still wait."""
         with self._lock:
             changed, self._changed = self._changed, {}
+        keys = [self._ages, self._sizes, self._totals, self._tombstones, self._weights, self._owned]
         arguments: list[str | int] = []
         for name, state in changed.items():
             oldest = "" if state.oldest is None else state.oldest
             arguments += (name, state.records, state.bytes, state.sessions, oldest, state.at, state.tombstones)
+            arguments += (state.owner, log_family(name.rpartition("/")[0]))
         try:
-            for at in range(0, len(arguments), 7 * 256):
-                page = arguments[at : at + 7 * 256]
-                self._client.run(_NOTE, [self._ages, self._sizes, self._totals, self._tombstones], page)
+            for at in range(0, len(arguments), 9 * 256):
+                page = arguments[at : at + 9 * 256]
+                self._client.run(_NOTE, keys, page)
         except BaseException:
             with self._lock:
                 for name, state in changed.items():
@@ -168,29 +206,45 @@ class LogIndex:
         self.flush()
         return self._by_age(0, count)
 
-    def oldest_of_larger(self, count: int) -> tuple[dict[str, int], list[tuple[int, str]]]:
-        """Return the oldest shards with at least half of the mean shard's bytes, and how many bytes of each may go.
+    def oldest_of_larger(self, count: int) -> tuple[Allowance, list[tuple[int, str]]]:
+        """Return the oldest shards of owners with at least half of the mean owner's bytes, and how much of each may go.
 
-        The result is (bytes beyond that half, by shard; the shards as `oldest` returns them). A shard that the first
-        does not name may go whole. If the oldest 4,096 shards all hold less than that half, it returns the oldest
-        shards of all, which may go whole.
+        The shards are as `oldest` returns them. A shard whose owner and size are not known may go whole. If the oldest
+        4,096 shards all belong to owners below that half, it returns the oldest shards of all, which may go whole.
         """
-        size, shards = self.totals().bytes, max(1, self._client.command("HLEN", self._sizes))
-        least = size / 2 / shards if shards > 1 else 0.0
+        size, weighed = self.totals().bytes, self._client.command("HLEN", self._weights)
+        # A shard that was not weighed yet counts as one of an owner of its own.
+        owners = self._client.command("HLEN", self._owned) + self._client.command("HLEN", self._sizes) - weighed
+        least = size / 2 / owners if owners > 1 else 0.0
         found: list[tuple[int, str]] = []
-        may_go: dict[str, int] = {}
+        may_go = Allowance()
         for begin in range(0, _MOST_SPARED, _AGE_PAGE):
             page = self._by_age(begin, _AGE_PAGE)
-            sizes = self._client.command("HMGET", self._sizes, *(name for _, name in page)) if page else []
-            for one, state in zip(page, sizes, strict=True):
-                held = int(state.split()[1]) if state else None
+            shares = self._shares([name for _, name in page])
+            for one, (owner, held) in zip(page, shares, strict=True):
                 if held is None or held >= least:
                     found.append(one)
                     if held is not None and least:
-                        may_go[one[1]] = int(held - least) + 1
+                        may_go.set(one[1], owner, int(held - least) + 1)
             if len(page) < _AGE_PAGE or len(found) >= count:
                 break
-        return (may_go, found[:count]) if found else ({}, self._by_age(0, count))
+        return (may_go, found[:count]) if found else (Allowance(), self._by_age(0, count))
+
+    def _shares(self, names: Sequence[str]) -> list[tuple[str, int | None]]:
+        """Return the owner of each shard, and all bytes of that owner; None: they are not known."""
+        if not names:
+            return []
+        weights, sizes = (self._client.command("HMGET", key, *names) for key in (self._weights, self._sizes))
+        owners = [None if weight is None else weight.decode().partition(" ")[2] for weight in weights]
+        asked = list(dict.fromkeys(owner for owner in owners if owner is not None))
+        owned = dict(zip(asked, self._client.command("HMGET", self._owned, *asked) if asked else (), strict=True))
+        found: list[tuple[str, int | None]] = []
+        for name, owner, state in zip(names, owners, sizes, strict=True):
+            if owner is not None and (held := owned[owner]) is not None:
+                found.append((owner, int(held)))
+            else:
+                found.append((f"{name}/", None if state is None else int(state.split()[1])))
+        return found
 
     def doom(self, name: str) -> None:
         """Note that a shard's erased sessions are about to be removed."""
@@ -229,4 +283,4 @@ class LogIndex:
         if held is None and len(self._changed) >= _MOST_CHANGED:
             return
         if held is None or held.at <= state.at:
-            self._changed[name] = state
+            self._changed[name] = state if held is None or state.owner else state._replace(owner=held.owner)

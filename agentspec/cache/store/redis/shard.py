@@ -34,6 +34,7 @@ class ShardState(NamedTuple):
 
     records: its entries. bytes: their payloads, and ENTRY_BYTES for each. oldest: milliseconds of its oldest entry,
     None if it is empty. at: the time, in microseconds. tombstones: how many of the entries are tombstones.
+    owner: for whom the shard's log counts, if entries named that just now.
     """
 
     records: int
@@ -42,6 +43,7 @@ class ShardState(NamedTuple):
     oldest: int | None
     at: int
     tombstones: int = 0
+    owner: str = ""
 
 
 class Appended(NamedTuple):
@@ -116,7 +118,7 @@ class RedisShard:
         """
         arguments: list[str | bytes | int] = [self.tag, writer, number, WRITER_SECONDS * 1000, expiry_ms, ENTRY_BYTES]
         arguments += [self._channel, expected or "", newest]
-        for session, payload, group, _ in entries:
+        for session, payload, group, *_ in entries:
             arguments += (session, payload, 0 if group is None else 1, group or "")
         size = sum(len(entry.payload) for entry in entries)
         first, before, born, state = self._run(scripts.APPEND, arguments, size)

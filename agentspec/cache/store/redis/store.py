@@ -161,7 +161,8 @@ class RedisStore:
                     self._entered.pop(namespace, None)
                     self._enter(namespace)
                 self._watch.note(namespace, shards[place], number, [entry.name for entry in part], answer)
-                self._index.note(shards[place].name, answer.state, new=is_new)
+                owner = next((entry.owner for entry in part if entry.owner), "")
+                self._index.note(shards[place].name, answer.state._replace(owner=owner), new=is_new)
                 for offset, index in enumerate(indices):
                     sequences[index] = self._layout.name(place, (answer.first[0], answer.first[1] + offset))
             del self._unsure[namespace]

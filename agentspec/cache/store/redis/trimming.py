@@ -9,7 +9,7 @@ from typing import NamedTuple
 from agentspec.cache.store.background.courtesy import Courtesy
 from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, Retention, Trimmed, Usage
 from agentspec.cache.store.redis.client import RedisClient
-from agentspec.cache.store.redis.index import LogIndex, Totals
+from agentspec.cache.store.redis.index import Allowance, LogIndex, Totals
 from agentspec.cache.store.redis.shard import START, Id, Look, RedisShard
 from agentspec.errors import StoreError, StoreUnavailableError
 
@@ -235,7 +235,7 @@ class Trimming:
         """
         piece, away = _Slice(), dict[str, StoreUnavailableError]()  # errors by part of the store
         if age is not None:
-            self._remove(age, piece, self._index.oldest(SLICE_ENTRIES), {}, away)
+            self._remove(age, piece, self._index.oldest(SLICE_ENTRIES), Allowance(), away)
         if piece.has_room() and size.is_exceeded(piece):
             may_go, oldest = self._index.oldest_of_larger(SLICE_ENTRIES)
             self._remove(size, piece, oldest, may_go, away)
@@ -248,22 +248,23 @@ class Trimming:
         limit: _AgeLimit | _SizeLimit,
         piece: _Slice,
         oldest: list[tuple[int, str]],
-        may_go: dict[str, int],
+        may_go: Allowance,
         away: dict[str, StoreUnavailableError],
     ) -> None:
         """Remove the oldest entries of these shards together, as far as the limit is exceeded and ``piece`` has room.
 
-        oldest: a heap of (time of the oldest entry, shard's name). may_go: how many bytes of a shard may go; all of one
-        that it does not name. away: errors of parts of the store, by part. The call changes the last three.
+        oldest: a heap of (time of the oldest entry, shard's name). may_go: how many bytes of each shard may go. away:
+        errors of parts of the store, by part. The call changes the last three.
         """
         while oldest and piece.has_room() and limit.is_exceeded(piece, oldest[0][0]):
             _, name = heapq.heappop(oldest)
             entries, size, until = limit.share(piece, oldest[0][0] if oldest else None)
             shard = self._shard(name)
-            if (part := self._client.part(shard.tag)) in away:
+            left = may_go.of(name)
+            if (part := self._client.part(shard.tag)) in away or (left is not None and left <= 0):
                 continue
             try:
-                removed, freed, state = shard.trim(entries, min(size, may_go.get(name, size)), until)
+                removed, freed, state = shard.trim(entries, size if left is None else min(size, left), until)
             except StoreUnavailableError as error:
                 away[part] = error
                 continue
@@ -272,9 +273,8 @@ class Trimming:
                 continue
             self._index.note(name, state)
             piece.entries, piece.bytes = piece.entries + removed, piece.bytes + freed
-            if name in may_go:
-                may_go[name] -= freed
-            if removed and state.oldest is not None and may_go.get(name, 1) > 0:
+            may_go.take(name, freed)
+            if removed and state.oldest is not None:
                 heapq.heappush(oldest, (state.oldest, name))
 
     def _shard(self, name: str) -> RedisShard:

@@ -36,6 +36,7 @@ from agentspec.cache.store.sqlite.entries import (
     newest_of,
     records_held,
     sequence_of,
+    set_owner,
     trim_slice,
 )
 from agentspec.cache.store.sqlite.file import (
@@ -94,6 +95,8 @@ class Database:
             for entry in entries:
                 found.append(insert(connection, namespace, entry, now))
                 courtesy.pause()
+            if owner := next((entry.owner for entry in entries if entry.owner), ""):
+                set_owner(connection, namespace, owner)
             self._make_room(connection)
         return [cursor_of(sequence) for sequence in found]
 

@@ -1,9 +1,11 @@
 """Read and write the entries of an SQLite store: for each record a row in `entries` and its payload in `payloads`."""
 
+import json
 import sqlite3
 import time
 
 from agentspec.cache.store.base import SLICE_BYTES, SLICE_ENTRIES, NewEntry, Retention, bad_cursor, cursor_number
+from agentspec.cache.store.naming import log_family
 from agentspec.cache.store.sqlite.file import OVERHEAD, PAGE_SIZE, padded, pragma
 
 Values = tuple[str | int | float, ...]
@@ -11,7 +13,7 @@ Query = tuple[str, Values]
 """A part of an SQL query, and its values."""
 
 _LOOKED_AT = 16 * SLICE_ENTRIES
-"""Most entries that a slice looks at. It passes over those of logs that are down to their spared bytes."""
+"""Most entries that a slice looks at. It passes over those of owners who are down to their spared bytes."""
 _SEQUENCES = 2**63
 """One more than SQLite's largest integer."""
 
@@ -27,6 +29,12 @@ def insert(
     assert sequence is not None
     connection.execute("INSERT INTO payloads VALUES (?, ?)", (sequence, padded(entry.payload)))
     return sequence
+
+
+def set_owner(connection: sqlite3.Connection, namespace: str, owner: str) -> None:
+    """Note for whom a log counts when the store is trimmed."""
+    is_other = "ON CONFLICT DO UPDATE SET owner = excluded.owner WHERE owner <> excluded.owner"
+    connection.execute(f"INSERT INTO owners VALUES (?, ?) {is_other}", (namespace, owner))
 
 
 def delete(connection: sqlite3.Connection, query: Query) -> int:
@@ -84,37 +92,62 @@ def _beyond_limits(connection: sqlite3.Connection, retention: Retention) -> list
         size = (pragma(connection, "page_count") - pragma(connection, "freelist_count")) * PAGE_SIZE - retention.bytes
     if count <= 0 and size <= 0:
         return []
-    logs, half = connection.execute("SELECT count(*), avg(bytes) / 2 FROM logs WHERE records > 0").fetchone()
-    spared = half if logs > 1 else 0
-    # Old entries of spared logs pile up, so the search begins at the first entry of a log that is not spared.
-    first_of_log = "SELECT min(sequence) FROM entries WHERE namespace = logs.namespace"
-    begin = f"SELECT min(({first_of_log})) FROM logs WHERE records > 0 AND bytes >= ?"
-    query = "entries WHERE sequence >= ? ORDER BY sequence", connection.execute(begin, (spared,)).fetchone()
-    return _first(connection, query, count, size, spared)
+    shares = _Shares(connection)
+    # Old entries of spared owners pile up, so the search begins at the first entry of one who is not spared.
+    first_of_log = "SELECT min(sequence) FROM entries WHERE namespace = value"
+    begin = f"SELECT min(({first_of_log})) FROM json_each(?)"
+    place = connection.execute(begin, (json.dumps(shares.logs()),)).fetchone()
+    query = "entries WHERE sequence >= ? ORDER BY sequence", place
+    return _first(connection, query, count, size, shares)
+
+
+class _Shares:
+    """Hold how many bytes each owner of logs has. An owner with less than half of the mean owner's bytes is spared.
+
+    The owner of a log is the one that its entries named, else what its name begins with (`log_family`).
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        query = "SELECT namespace, bytes, owner FROM logs LEFT JOIN owners USING (namespace) WHERE records > 0"
+        self._owners: dict[str, str] = {}  # by log
+        self._bytes: dict[str, int] = {}  # by owner
+        for namespace, size, noted in connection.execute(query):
+            owner = self._owners[namespace] = noted or log_family(namespace)
+            self._bytes[owner] = self._bytes.get(owner, 0) + size
+        owners = len(self._bytes)
+        self._spared = sum(self._bytes.values()) / owners / 2 if owners > 1 else 0.0
+
+    def logs(self) -> list[str]:
+        """Return the logs that may lose entries."""
+        return [namespace for namespace in self._owners if self.may_lose(namespace)]
+
+    def may_lose(self, namespace: str) -> bool:
+        """Return whether a log may lose entries."""
+        return self._bytes[self._owners[namespace]] >= self._spared
+
+    def take(self, namespace: str, size: int) -> None:
+        """Note that a log loses so many bytes."""
+        self._bytes[self._owners[namespace]] -= size
 
 
 def _first(
-    connection: sqlite3.Connection, query: Query, count: int, size: int, spared: float = 0
+    connection: sqlite3.Connection, query: Query, count: int, size: int, shares: _Shares | None = None
 ) -> list[tuple[int, str]]:
     """Return the first entries that the query finds: ``count`` of them, and ``size`` bytes, but a slice at most.
 
-    spared: bytes of a log below which the slice takes no more of it; 0: it may take all.
+    shares: what the owners of the logs may lose; None: all.
     """
     found: list[tuple[int, str]] = []
     held = 0
-    held_by: dict[str, int] = {}
     entries, values = query
     rows = connection.execute(f"SELECT sequence, namespace, size FROM {entries} LIMIT ?", (*values, _LOOKED_AT))
     for sequence, namespace, payload in rows:
         if len(found) == SLICE_ENTRIES or held >= SLICE_BYTES or (len(found) >= count and held >= size):
             break
-        if spared:
-            if namespace not in held_by:
-                of_log = "SELECT bytes FROM logs WHERE namespace = ?"
-                (held_by[namespace],) = connection.execute(of_log, (namespace,)).fetchone()
-            if held_by[namespace] < spared:
+        if shares is not None:
+            if not shares.may_lose(namespace):
                 continue
-            held_by[namespace] -= payload + OVERHEAD
+            shares.take(namespace, payload + OVERHEAD)
         found.append((sequence, namespace))
         held += payload + OVERHEAD
     return found
