@@ -1,6 +1,7 @@
-"""Show a server's address without secrets, and tell whether an address can be reached from this machine alone."""
+"""Show a server's address without secrets, tell whether only this machine can reach it, and bypass proxies for that."""
 
 import ipaddress
+from collections.abc import MutableMapping
 from urllib.parse import urlsplit
 
 
@@ -29,3 +30,15 @@ def names_loopback(authority: str) -> bool:
         return is_loopback(urlsplit(f"//{authority}").hostname)
     except ValueError:  # it is not an address
         return False
+
+
+def bypass_proxies(environment: MutableMapping[str, str]) -> None:
+    """Let programs with this environment ask servers on this machine directly, and others as before.
+
+    A proxy would look for 127.0.0.1 on its own machine.
+    """
+    kept = environment.get("no_proxy") or environment.get("NO_PROXY") or ""  # most programs prefer the first
+    hosts = [host for host in kept.split(",") if host.strip()]
+    if kept.strip() != "*":  # which means all hosts only where it stands alone
+        hosts += [host for host in ("127.0.0.1", "localhost") if host not in hosts]
+    environment["no_proxy"] = environment["NO_PROXY"] = ",".join(hosts)

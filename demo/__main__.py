@@ -9,6 +9,7 @@ the restarted server reads.
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agentspec import AgentClient
+from agentspec.addresses import bypass_proxies
 from agentspec.report import read_run, render
 from agentspec.testing.server import ModelServer, ServerFailedError
 from demo.agent import Agent
@@ -38,6 +40,7 @@ WRITTEN = ("report.html", "summary.json", "steps.jsonl", "replies.jsonl", "plain
 def main() -> int:
     """Run the demo. Returns 0 if all texts were identical and the restarted server drafted from restored turns."""
     arguments = _arguments()
+    bypass_proxies(os.environ)
     console = Console(width=None if sys.stdout.isatty() else 150)
     results = Path(arguments.out)
     _prepare(results)

@@ -5,6 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from agentspec.addresses import bypass_proxies
+
+bypass_proxies(os.environ)  # of this process and of those that tests start: their servers are on this machine
+
 
 @pytest.fixture(autouse=True)
 def clock_off() -> Iterator[None]:

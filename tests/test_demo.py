@@ -1,5 +1,6 @@
 """Test the options of `python -m demo`. The demo itself runs real servers: `make demo`."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -27,6 +28,24 @@ def test_it_leaves_what_else_is_in_the_folder(monkeypatch: pytest.MonkeyPatch, t
         (tmp_path / name).write_text("x")
     assert run(monkeypatch, "--out", str(tmp_path)) == 1
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["code.py", "notes.txt", "work"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "then"),
+    [
+        ({}, "127.0.0.1,localhost"),
+        ({"NO_PROXY": "a.example"}, "a.example,127.0.0.1,localhost"),
+        ({"NO_PROXY": "a.example", "no_proxy": "localhost"}, "localhost,127.0.0.1"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_its_servers_are_asked_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: dict[str, str], then: str
+) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, kept.get(name, ""))
+    assert run(monkeypatch, "--out", str(tmp_path)) == 1
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == then
 
 
 def test_it_makes_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

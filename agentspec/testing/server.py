@@ -30,6 +30,7 @@ GPU_OPTIONS = (
 """Options for a GPU: texts that are compared need float32, and several servers share the memory. CUDA graphs are on."""
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxies the environment names
 _PORTS = range(15_000, 30_000)
 _given = set[int]()  # ports that this process has got
 
@@ -150,7 +151,7 @@ class ModelServer:
         until = time.monotonic() + timeout
         while True:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=timeout) as response:
+                with _DIRECTLY.open(f"http://127.0.0.1:{self.port}{path}", timeout=timeout) as response:
                     return str(response.read().decode())
             except urllib.error.HTTPError as error:
                 if error.code != 503 or time.monotonic() > until:

@@ -1,7 +1,9 @@
 """Test the servers that tests and the demo start: their command on this machine, and the wait for their answer."""
 
+import socket
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,24 @@ def test_it_waits_where_something_else_answers_at_first(monkeypatch: pytest.Monk
         server.wait(60)
     finally:
         server.kill()
+
+
+def test_a_proxy_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.delenv("NO_PROXY")
+    server = ModelServer("model")
+    with socket.create_server(("127.0.0.1", server.port)) as listening:
+        answer = threading.Thread(target=_answer_one_call, args=(listening,))
+        answer.start()
+        assert server.text("/health", timeout=30) == "ready"
+        answer.join()
+
+
+def _answer_one_call(listening: socket.socket) -> None:
+    with listening.accept()[0] as call:
+        call.recv(65536)
+        call.sendall(b"HTTP/1.0 200 OK\r\n\r\nready")
 
 
 def test_a_server_that_is_never_launched_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ def test_a_server_of_this_machine_is_not_asked_through_a_proxy(
     agentspec: Program, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.delenv("NO_PROXY")
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
         status, printed = agentspec("sessions", "list", "--url", f"http://{host}:{server.getsockname()[1]}")
