@@ -10,8 +10,11 @@ the restarted server reads.
 import argparse
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -56,14 +59,12 @@ def main() -> int:
         log=results / "agentspec.log",
     )
     try:
-        _start(console, "starting vLLM twice, without and with agentspec", plain, fast)
-        pairs = _run(console, plain, fast, arguments.sessions, results / "replies.jsonl")
+        with _stopped_at_the_end(console, plain, fast):
+            _start(console, "starting vLLM twice, without and with agentspec", plain, fast)
+            pairs = _run(console, plain, fast, arguments.sessions, results / "replies.jsonl")
     except ServerFailedError as error:
         console.print(str(error), style="bold red", markup=False)  # the log that it quotes has brackets
         return 1
-    finally:
-        plain.stop()
-        fast.stop()
     print_table(pairs, console)
     figures = write_summary(pairs, results / "summary.json")
     console.print(
@@ -103,6 +104,24 @@ def _prepare(results: Path) -> None:
 def _written(results: Path) -> list[Path]:
     """Return the files in the folder that have the names of what the demo writes."""
     return [file for pattern in WRITTEN for file in results.glob(pattern)]
+
+
+@contextmanager
+def _stopped_at_the_end(console: Console, *servers: ModelServer) -> Iterator[None]:
+    """Stop the servers after the block, also when SIGTERM or a closed terminal (SIGHUP) ends the demo.
+
+    They do not get the demo's signals. Another signal meanwhile does not wait for a server: it kills it.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    with ExitStack() as at_end:  # calls all of these, in reverse, though one raises an exception
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
+                at_end.callback(signal.signal, number, handler)
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
+        for server in servers:
+            at_end.callback(server.stop)
+        at_end.callback(console.print, "stopping the servers ...")
+        yield
 
 
 def _start(console: Console, what: str, *servers: ModelServer) -> None:

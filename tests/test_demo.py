@@ -1,7 +1,10 @@
 """Test the options of `python -m demo`. The demo itself runs real servers: `make demo`."""
 
 import os
+import signal
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,57 @@ def test_its_servers_are_asked_without_a_proxy(
         monkeypatch.setenv(name, kept.get(name, ""))
     assert run(monkeypatch, "--out", str(tmp_path)) == 1
     assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == then
+
+
+DEAF_SERVERS = """
+import sys, time
+import demo.__main__ as demo
+from agentspec.testing.server import ModelServer
+
+DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+
+def start(console, what, *servers):
+    for server in servers:
+        server.launch()
+    while not all("up" in server.tail() for server in servers):
+        time.sleep(0.01)
+    print(*(server.process_id for server in servers), flush=True)
+    time.sleep(600)
+
+ModelServer._command = lambda _: [sys.executable, "-c", DEAF]
+demo._start = start
+sys.exit(demo.main())
+"""
+"""A demo whose servers do not end by an interrupt. It prints their process ids."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_it_leaves_no_server_behind_when_it_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    ended = subprocess.Popen(
+        [sys.executable, "-c", DEAF_SERVERS, "--out", str(tmp_path)],
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert ended.stdout is not None and ended.stderr is not None
+    servers = [int(process) for process in ended.stdout.readline().split()]
+    assert len(servers) == 2
+    try:
+        for _ in range(10):  # one for the demo, and one for each server: it ends them in turn
+            ended.send_signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                ended.wait(1)
+                break
+        assert b"stopping the servers" in ended.stdout.read() and ended.returncode not in (None, 0)
+        for process in servers:
+            with pytest.raises(ProcessLookupError):
+                os.kill(process, 0)
+    finally:
+        for process in servers:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        ended.kill()
+        ended.communicate()
 
 
 def test_it_makes_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -115,13 +115,15 @@ class ModelServer:
         self.wait(timeout)
 
     def stop(self, timeout: float = 60.0) -> None:
-        """Interrupt the server, and kill it if it has not ended after ``timeout`` seconds."""
+        """Interrupt the server. Kill it if it has not ended after ``timeout`` seconds, or if the wait is cut off."""
         if self._process is None:
             return
-        self._process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
-        self.kill()
+        try:
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout)
+        finally:
+            self.kill()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
