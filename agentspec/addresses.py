@@ -1,8 +1,11 @@
-"""Show a server's address without secrets, tell whether only this machine can reach it, and bypass proxies for that."""
+"""Show a server's address without secrets, tell whether only this machine can reach it, and handle proxies."""
 
 import ipaddress
+import os
 from collections.abc import MutableMapping
 from urllib.parse import urlsplit
+
+_PROXIES = ("all_proxy", "http_proxy", "https_proxy")
 
 
 def without_secrets(address: str) -> str:
@@ -42,3 +45,33 @@ def bypass_proxies(environment: MutableMapping[str, str]) -> None:
     if kept.strip() != "*":  # which means all hosts only where it stands alone
         hosts += [host for host in ("127.0.0.1", "localhost") if host not in hosts]
     environment["no_proxy"] = environment["NO_PROXY"] = ",".join(hosts)
+
+
+def proxy_refusal(error: Exception) -> str | None:
+    """Return which proxies of the environment HTTPX cannot use, and what to do; None if they are not what it refused.
+
+    error: what HTTPX raised when a client was made, which needs the ways to all proxies, also to those for other hosts.
+    """
+    named, remedy = list[str](), ""
+    for name, address in sorted(os.environ.items()):
+        wrong = _proxy_fault(address, isinstance(error, ImportError)) if name.lower() in _PROXIES and address else None
+        if wrong is not None:
+            named.append(f"{name}={without_secrets(address)}")
+            remedy = wrong
+    if not named:
+        return None
+    return f"{', '.join(named)}: a proxy that cannot be used; {remedy}, or unset the variable for this program"
+
+
+def _proxy_fault(address: str, lacks_library: bool) -> str | None:
+    """Return what to do about a proxy's address. lacks_library: HTTPX misses the library for SOCKS."""
+    try:
+        parts = urlsplit(address if "://" in address else f"http://{address}")
+        if lacks_library:
+            return 'pip install "httpx[socks]"' if parts.scheme in ("socks5", "socks5h") else None
+        if parts.scheme not in ("http", "https", "socks5", "socks5h"):
+            return "write http://, https:// or socks5://"
+        _ = parts.port
+    except ValueError:
+        return "its port is no number (special characters of a password are percent-encoded)"
+    return None

@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 import typer
 
-from agentspec.addresses import is_loopback, without_secrets
+from agentspec.addresses import is_loopback, proxy_refusal, without_secrets
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.files import create_private, replacing, resolved
 from agentspec.protocol import ROUTE
@@ -68,9 +68,10 @@ def server_at(url: str, headers: list[str] | None, seconds: float = _SECONDS) ->
         way: dict[str, Any] = {}
         if url.startswith(_UNIX):
             way["transport"] = httpx.HTTPTransport(uds=url.removeprefix(_UNIX))
-        elif is_loopback(host := httpx.URL(url).host):  # what a proxy reaches there is not this machine
-            way["mounts"] = {f"all://[{host}]" if ":" in host else f"all://{host}": None}
-        with httpx.Client(base_url=root_of(url) + f"/v1/{ROUTE}", headers=sent, timeout=seconds, **way) as client:
+        elif is_loopback(httpx.URL(url).host):  # what a proxy reaches there is not this machine
+            way = {"trust_env": False, "verify": httpx.create_ssl_context()}  # of the environment, only certificates
+        base = str(httpx.URL(root_of(url) + f"/v1/{ROUTE}"))  # an InvalidURL below is a proxy's
+        with _client(base_url=base, headers=sent, timeout=seconds, **way) as client:
             yield client
     except httpx.LocalProtocolError:  # its text quotes the value, which may be a key
         raise ConfigurationError(_BAD_HEADER) from None
@@ -84,6 +85,16 @@ def server_at(url: str, headers: list[str] | None, seconds: float = _SECONDS) ->
     except httpx.HTTPError as error:
         why = f"{error or type(error).__name__}{_remedy(url, error)}"
         raise StoreUnavailableError(f"{without_secrets(url)} does not answer: {why}") from None
+
+
+def _client(**options: Any) -> httpx.Client:
+    """Return a new HTTP client. Raises ConfigurationError for a proxy of the environment that cannot be used."""
+    try:
+        return httpx.Client(**options)
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        if (refusal := proxy_refusal(error)) is None:
+            raise
+        raise ConfigurationError(refusal) from None  # the error may quote a part of a password
 
 
 def _headers_of(headers: list[str]) -> httpx.Headers:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import openai
 
-from agentspec.addresses import without_secrets
+from agentspec.addresses import proxy_refusal, without_secrets
 from agentspec.client.messages import THOUGHTS
 from agentspec.client.option_checks import check_header_value, check_headers, check_mapping, check_retries
 from agentspec.client.session_naming import spelled_here
@@ -99,6 +99,12 @@ def connect(make: Callable[..., T], base_url: str | None, api_key: str | None, o
             raise
         shown = ", ".join(f"{name}={value}" for name, value in named.items())
         raise ConfigurationError(f"{shown}: no certificates can be read there ({error}); name a PEM file") from error
+    except Exception as error:  # of HTTPX: ImportError, ValueError, or InvalidURL of httpx or httpx2
+        kind = type(error).__name__
+        refusal = proxy_refusal(error) if kind in ("ImportError", "ValueError", "InvalidURL") else None
+        if refusal is None:
+            raise
+        raise ConfigurationError(refusal) from None  # the error may quote a part of a password
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Test how commands reach a server: addresses, certificates, headers, and the answers of other servers."""
 
+import re
 import socket
 import ssl
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -46,6 +48,37 @@ def test_a_proxy_that_does_not_answer_is_named(agentspec: Program, monkeypatch: 
     )
     monkeypatch.setenv("no_proxy", "elsewhere.invalid")
     assert "proxy" not in agentspec("sessions", "list", "--url", "http://elsewhere.invalid")[1]
+
+
+UNUSABLE_PROXIES = [
+    ("socks5://user:hunter2@127.0.0.1:1", r"""; pip install "httpx\[socks\]", or unset"""),
+    ("socks://user:hunter2@127.0.0.1:1", "; write http://, https:// or socks5://"),
+    ("http://user:hunter2@127.0.0.1:port", "; its port is no number"),
+    ("http://user:hun/ter2@127.0.0.1:1", "; its port is no number.* percent-encoded"),
+]
+
+
+@pytest.mark.parametrize(("proxy", "remedy"), UNUSABLE_PROXIES)
+def test_a_proxy_that_cannot_be_used_is_named(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, proxy: str, remedy: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)  # as where it is not installed
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    status, printed = agentspec("sessions", "list", "--url", "http://elsewhere.invalid")
+    assert status == 2 and re.match(rf"agentspec: ALL_PROXY={proxy.partition(':')[0]}://\*\*\*@127", printed)
+    assert re.search(remedy, printed) and not re.search("hun|ter2", printed)
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setenv("no_proxy", "*")
+    assert "ALL_PROXY" not in agentspec("sessions", "list", "--url", "http://elsewhere.invalid")[1]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1", "unix:///none.sock"])
+def test_a_server_of_this_machine_needs_no_proxy_that_can_be_used(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks://127.0.0.1:1")
+    status, printed = agentspec("sessions", "list", "--url", url)
+    assert status == 2 and "does not answer" in printed and "PROXY" not in printed
 
 
 def test_an_address_that_is_not_utf_8_is_refused(agentspec: Program) -> None:

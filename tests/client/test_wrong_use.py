@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,16 @@ def test_a_variable_that_cannot_work_is_named(monkeypatch: pytest.MonkeyPatch, v
     with pytest.raises((ConfigurationError, InvalidInputError), match=f"^{variable}") as raised:
         AgentClient(base_url=address, model="small", store=None)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("client", [AgentClient, AsyncAgentClient])
+@pytest.mark.parametrize("scheme", ["socks", "socks5"])
+def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, client: Any, scheme: str) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)  # as where it is not installed
+    monkeypatch.setenv("ALL_PROXY", f"{scheme}://user:sk-secret@127.0.0.1:1")
+    with pytest.raises(ConfigurationError, match=rf"^ALL_PROXY={scheme}://\*\*\*@127.0.0.1:1: ") as raised:
+        client(base_url="http://localhost:8000/v1", model="small", store=None)
+    assert "secret" not in str(raised.getrepr(style="value"))
 
 
 @pytest.mark.parametrize(
