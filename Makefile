@@ -12,6 +12,7 @@ NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
 .PHONY: help demo test test-ranks test-store test-rl test-drafters test-clients fast-test check dist test-vllm \
   sanitize fuzz format setup clean
+.NOTPARALLEL:  # apt and pip take one call at a time, and many tests measure times
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12

@@ -1,4 +1,4 @@
-"""Test what scripts/setup.sh says if pip does not find a package."""
+"""Test how `make` and scripts/setup.sh set up the environment, and what they say where that cannot work."""
 
 import os
 import shutil
@@ -30,3 +30,16 @@ def test_a_package_index_that_is_away_is_no_lack_of_a_build(tmp_path: Path, reac
     assert ran.returncode != 0
     assert ("has no CPU build" in ran.stderr) == reached
     assert said in ran.stderr
+
+
+def test_make_sets_up_one_thing_at_a_time(tmp_path: Path) -> None:
+    """`make -j` must not run two apt-gets at once, nor two runs of tests."""
+    for name in ("scripts", "requirements", ".venv"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("CMakeLists.txt", "pyproject.toml", "requirements/vllm-cpu.txt", "requirements/dev.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "scripts" / "setup.sh").write_text("echo begin $1 >>said; sleep 0.3; echo end $1 >>said")
+    subprocess.run(["make", "-j4", "setup", ".venv/.redis"], cwd=tmp_path, check=True, capture_output=True)
+    said = (tmp_path / "said").read_text().split("\n")[:-1]
+    assert said == [f"{when} {what}" for what in ("environment", "package", "redis") for when in ("begin", "end")]
