@@ -51,12 +51,21 @@ has_room() {
   return 1
 }
 
+# says where /dev/shm is too small for servers of vLLM's CPU build, which then die at the start without naming it
+check_shared_memory() {
+  local needed=256 free
+  free=$(df -Pk /dev/shm 2>/dev/null | awk 'END { if (NR) print int($4 / 1024) }') || true
+  [ "${free:-$needed}" -ge "$needed" ] && return 0
+  say "/dev/shm has $free MiB, and vLLM's CPU build needs $needed; in Docker: docker run --shm-size=1g"
+}
+
 environment() {
   local python=${PYTHON:-python3}
   "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || {
     say "$python is $("$python" --version 2>&1); Python 3.11 to 3.14 is needed: make PYTHON=python3.12 ..."
     exit 1
   }
+  has_cuda || check_shared_memory
   : >"$log"
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none, or one whose making was cut off before pip
     has_room || exit 1

@@ -171,11 +171,13 @@ class ModelServer:
         return engines[0]
 
     def tail(self) -> str:
-        """Return the last 40 lines of the log."""
+        """Return the last 40 lines of the log, and above them its first error, to which vLLM's last ones refer."""
         try:
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+            lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
             return "(no log)"
+        first = next((line for line in lines[:-40] if "Error: " in line), None)
+        return "\n".join([*([first, "..."] if first else []), *lines[-40:]])
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:

@@ -63,6 +63,17 @@ def _answer_one_call(listening: socket.socket) -> None:
         call.sendall(b"HTTP/1.0 200 OK\r\n\r\nready")
 
 
+def test_the_end_of_a_log_has_its_first_error(tmp_path: Path) -> None:
+    lines = [f"line {number}" for number in range(100)]
+    server = ModelServer("model", log=tmp_path / "server.log")
+    cause = "(EngineCore pid=7) RuntimeError: the cause"
+    for at, head in ((10, [cause, "..."]), (70, [])):  # before the last lines, and among them
+        server.log.write_text("\n".join([*lines[:at], cause, *lines[at:], "RuntimeError: See root cause above."]))
+        assert server.tail().splitlines() == [*head, *server.log.read_text().splitlines()[-40:]]
+    server.log.write_text("no error\n")
+    assert server.tail() == "no error"
+
+
 def test_a_server_that_is_never_launched_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each server makes its log's folder at the launch, for this user only."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -43,3 +43,27 @@ def test_make_sets_up_one_thing_at_a_time(tmp_path: Path) -> None:
     subprocess.run(["make", "-j4", "setup", ".venv/.redis"], cwd=tmp_path, check=True, capture_output=True)
     said = (tmp_path / "said").read_text().split("\n")[:-1]
     assert said == [f"{when} {what}" for what in ("environment", "package", "redis") for when in ("begin", "end")]
+
+
+def programs(folder: Path, **scripts: str) -> dict[str, str]:
+    """Make stand-ins of programs, and return an environment in which they are found first."""
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable}
+
+
+def set_up(folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run `setup.sh environment` in an empty folder."""
+    (folder / "root" / "scripts").mkdir(parents=True)
+    script = shutil.copy(ROOT / "scripts" / "setup.sh", folder / "root" / "scripts")
+    command = ["bash", script, "environment", ".venv"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("free", "warned"), [(64, True), (256, False)])
+def test_little_shared_memory_is_told_before_the_download(tmp_path: Path, free: int, warned: bool) -> None:
+    disk = f"""case "$*" in */dev/shm*) echo shm 0 0 {free << 10} ;; *) echo disk 0 0 0 ;; esac"""
+    ran = set_up(tmp_path, programs(tmp_path, df=disk, **{"nvidia-smi": "exit 1"}))
+    assert ran.returncode == 1 and "only 0 are free here" in ran.stderr
+    assert ("/dev/shm has 64 MiB" in ran.stderr and "docker run --shm-size=1g" in ran.stderr) == warned
