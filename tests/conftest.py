@@ -8,6 +8,8 @@ import pytest
 from agentspec.addresses import bypass_proxies
 
 bypass_proxies(os.environ)  # of this process and of those that tests start: their servers are on this machine
+for _name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):  # typer, once imported, would print to a terminal
+    os.environ.pop(_name, None)
 
 
 @pytest.fixture(autouse=True)

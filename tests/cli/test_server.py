@@ -96,8 +96,9 @@ def test_a_server_behind_a_unix_socket_is_asked(
     agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("AGENTSPEC_API_KEY", ADA)
-    path = tmp_path / "vllm.sock"
-    served = uvicorn.Server(uvicorn.Config(server.http.app, uds=str(path), log_level="warning", lifespan="off"))
+    monkeypatch.chdir(tmp_path)  # whose path may be longer than a socket's may be
+    path = "vllm.sock"
+    served = uvicorn.Server(uvicorn.Config(server.http.app, uds=path, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=served.run, daemon=True)
     thread.start()
     server.wait(lambda: served.started)

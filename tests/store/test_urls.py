@@ -174,6 +174,7 @@ def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_home_folder_the_default_store_is_away_and_redis_has_no_snapshot(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     assert default_store_url("server.db").endswith("/server.db")
     default = default_store_url("server.db")
     monkeypatch.setenv("XDG_DATA_HOME", "relative")
