@@ -126,6 +126,8 @@ def _stopped_at_the_end(console: Console, *servers: ModelServer) -> Iterator[Non
 
 def _start(console: Console, what: str, *servers: ModelServer) -> None:
     start = time.monotonic()
+    if not console.is_terminal:  # where the status shows nothing
+        console.print(f"{what} ...")
     with console.status(f"{what} ...") as status:
         for server in servers:
             server.launch()

@@ -1,5 +1,6 @@
 """Test the options of `python -m demo`. The demo itself runs real servers: `make demo`."""
 
+import io
 import os
 import signal
 import subprocess
@@ -8,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import demo.__main__ as demo
-from agentspec.testing.server import ServerFailedError
+from agentspec.testing.server import ModelServer, ServerFailedError
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
@@ -49,6 +51,18 @@ def test_its_servers_are_asked_without_a_proxy(
         monkeypatch.setenv(name, kept.get(name, ""))
     assert run(monkeypatch, "--out", str(tmp_path)) == 1
     assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == then
+
+
+def test_a_log_says_that_the_servers_start_before_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+
+    def wait(*_: object, **__: object) -> None:
+        assert log.getvalue() == "starting vLLM ...\n"
+
+    monkeypatch.setattr(ModelServer, "launch", lambda _: None)
+    monkeypatch.setattr(ModelServer, "wait", wait)
+    demo._start(Console(file=log, width=150), "starting vLLM", ModelServer("model"))
+    assert log.getvalue().splitlines()[-1] == "starting vLLM: 0 s"
 
 
 DEAF_SERVERS = """
