@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv for `make`; says what it does and how far it is. A log of everything is kept beside it.
 #   setup.sh environment VENV   Python packages, vLLM included (its CPU build where there is no CUDA)
-#   setup.sh package VENV       agentspec itself and its core, for which it needs a C++ compiler
+#   setup.sh package VENV       agentspec itself and its core, for which it needs a C++ compiler and Python's headers
 #   setup.sh redis VENV         a redis-server for the tests
 #   setup.sh clients VENV       the coding agents in tests/clients/package.json, in .clients; nothing where there is no
 #                               Node.js
@@ -28,16 +28,40 @@ run() {
   say "$text: $((SECONDS - start)) s"
 }
 
-# apt_install PROGRAM PACKAGE: install it where that is possible, else say how; false if it is still missing
+has() { command -v "$1" >/dev/null; }
+
+# apt_install WHAT PACKAGE TEST...: unless the test finds it, install it where that is possible, else say how; false if
+# it is still missing
 apt_install() {
-  command -v "$1" >/dev/null && return 0
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    run "installing $2 (apt)" \
-      sh -c "apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q $2" || true
+  local missing=$1 package=$2
+  shift 2
+  "$@" && return 0
+  if [ "$(id -u)" = 0 ] && has apt-get; then
+    run "installing $package (apt)" \
+      sh -c "apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q $package" || true
+    "$@" && return 0
   fi
-  command -v "$1" >/dev/null && return 0
-  say "$1 is missing; install it with: sudo apt-get install $2"
+  say "$missing is missing; install it with: sudo apt-get install $package"
   return 1
+}
+
+is_usable() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; }
+
+has_headers() {
+  "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+}
+
+# build_tools PYTHON: what the core is built with
+build_tools() {
+  apt_install c++ g++ has c++
+  apt_install Python.h "$("$1" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')" has_headers "$1"
+}
+
+# ends where there is an environment of another Python, or of one that was removed
+check_environment() {
+  if [ -L "$venv/bin/python" ] || [ -e "$venv/bin/python" ]; then
+    is_usable "$venv/bin/python" || { say "$venv has no Python 3.11 to 3.14: make clean, then again"; exit 1; }
+  fi
 }
 
 has_cuda() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
@@ -61,12 +85,14 @@ check_shared_memory() {
 
 environment() {
   local python=${PYTHON:-python3}
-  "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || {
+  is_usable "$python" || {
     say "$python is $("$python" --version 2>&1); Python 3.11 to 3.14 is needed: make PYTHON=python3.12 ..."
     exit 1
   }
-  has_cuda || check_shared_memory
+  check_environment
   : >"$log"
+  build_tools "$python"
+  has_cuda || check_shared_memory
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none, or one whose making was cut off before pip
     has_room || exit 1
     run "creating $venv" "$python" -m venv "$venv"
@@ -84,12 +110,13 @@ environment() {
 }
 
 package() {
-  command -v c++ >/dev/null || apt_install g++ g++
+  check_environment
+  build_tools "$venv/bin/python"
   run "agentspec and its compiled core" \
     "$venv/bin/python" -m pip install --disable-pip-version-check --no-build-isolation -e .
 }
 
-redis() { apt_install redis-server redis-server; }
+redis() { apt_install redis-server redis-server has redis-server; }
 
 clients() {
   command -v npm >/dev/null || { say "no npm here, so no coding agents: their tests are skipped"; return 0; }

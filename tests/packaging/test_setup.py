@@ -50,20 +50,48 @@ def programs(folder: Path, **scripts: str) -> dict[str, str]:
     for name, script in scripts.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable, "PIP_NO_INDEX": "1"}
 
 
-def set_up(folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run `setup.sh environment` in an empty folder."""
+def set_up(folder: Path, environment: dict[str, str], what: str = "environment") -> subprocess.CompletedProcess[str]:
+    """Run setup.sh in a folder that has nothing else."""
     (folder / "root" / "scripts").mkdir(parents=True)
     script = shutil.copy(ROOT / "scripts" / "setup.sh", folder / "root" / "scripts")
-    command = ["bash", script, "environment", ".venv"]
+    command = ["bash", script, what, ".venv"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(("free", "warned"), [(64, True), (256, False)])
 def test_little_shared_memory_is_told_before_the_download(tmp_path: Path, free: int, warned: bool) -> None:
     disk = f"""case "$*" in */dev/shm*) echo shm 0 0 {free << 10} ;; *) echo disk 0 0 0 ;; esac"""
-    ran = set_up(tmp_path, programs(tmp_path, df=disk, **{"nvidia-smi": "exit 1"}))
+    ran = set_up(tmp_path, programs(tmp_path, df=disk, **{"nvidia-smi": "exit 1", "c++": "true"}))
     assert ran.returncode == 1 and "only 0 are free here" in ran.stderr
     assert ("/dev/shm has 64 MiB" in ran.stderr and "docker run --shm-size=1g" in ran.stderr) == warned
+
+
+@pytest.mark.parametrize(("lacking", "package"), [("Python.h", f"python3.{sys.version_info[1]}-dev"), ("c++", "g++")])
+def test_what_the_core_is_built_with_is_missed_before_the_download(tmp_path: Path, lacking: str, package: str) -> None:
+    python = f"""case "$*" in *{lacking}*) exit 1 ;; *) exec {sys.executable} "$@" ;; esac"""
+    compiler = {} if lacking == "c++" else {"c++": "true"}
+    environment = {**programs(tmp_path, python=python, id="echo 1000", **compiler), "PYTHON": str(tmp_path / "python")}
+    if not compiler:  # leave only what the script needs before it looks for a compiler
+        for name in ("bash", "dirname", "awk", "df"):
+            (tmp_path / name).symlink_to(str(shutil.which(name)))
+        environment["PATH"] = str(tmp_path)
+    ran = set_up(tmp_path, environment)
+    assert ran.returncode == 1 and "creating" not in ran.stderr
+    assert f"{lacking} is missing; install it with: sudo apt-get install {package}" in ran.stderr
+
+
+@pytest.mark.parametrize("what", ["environment", "package"])
+@pytest.mark.parametrize("gone", [True, False])
+def test_an_environment_of_another_python_is_made_anew(tmp_path: Path, gone: bool, what: str) -> None:
+    python = tmp_path / "root" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    if gone:
+        python.symlink_to(tmp_path / "none")
+    else:
+        programs(python.parent, python='case "$*" in *version_info*) exit 1 ;; *) exit 0 ;; esac')
+    ran = set_up(tmp_path, programs(tmp_path), what)
+    assert ran.returncode == 1 and "creating" not in ran.stderr
+    assert ".venv has no Python 3.11 to 3.14: make clean, then again" in ran.stderr
