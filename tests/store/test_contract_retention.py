@@ -273,3 +273,18 @@ def test_a_session_that_is_used_while_others_are_erased_stays(store: Store, monk
     monkeypatch.setattr(store, "erase_session", use_b)
     assert trim_sessions(store, NS, Retention(records=0)) == 1
     assert [entry.payload for entry in store.read(NS)] == [b"1", b"2"]
+
+
+def test_a_caller_that_erases_nothing_in_many_logs_takes_nothing_from_others(store: Store) -> None:
+    """Each erasure leaves a tombstone in the log of the salt under which it was asked for."""
+    kept = store.append("model.small", [NewEntry("s", b"x", owner="small")] * 20)
+    for number in range(100):
+        store.erase_session(f"model.{number}", "none")
+    time.sleep(0.002)
+    store.append("model.large", [NewEntry("s", b"x" * 500, owner="large")] * 300)
+    assert trim(store, Retention(records=200)) >= 120
+    assert [entry.sequence for entry in store.read("model.small")] == kept
+    store.append("model.0", [NewEntry("s", b"x")] * 20)  # a log of an owner of its own from now on
+    assert trim(store, Retention(records=100)) > 0
+    assert [entry.sequence for entry in store.read("model.small")] == kept
+    assert len(list(store.read("model.0", session="s"))) == 20

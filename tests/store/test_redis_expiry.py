@@ -133,3 +133,22 @@ def test_a_log_that_cannot_be_renewed_is_renewed_later(store: RedisStore, monkey
     assert days_left(store, "s:a") == [3]
     trim(store, Retention())
     assert days_left(store, "s:a") == [0]
+
+
+@pytest.mark.usefixtures("audits")
+def test_a_change_that_was_cut_off_is_gone_on_with(
+    store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with a wrong number of days was stopped at once. Those that were right all the time must see it."""
+    monkeypatch.setattr(redis_shard, "_RENEWED", 3)
+    trim(store, Retention(days=30))
+    sessions = [f"s{number}" for number in range(7)]
+    store.append(NS, [NewEntry(session, b"x") for session in sessions])
+    names = [f"s:{session}" for session in sessions]
+    with closing(open_store(server.url)) as wrong:
+        assert wrong.trim(Retention(days=1)) == Trimmed(0, more=True)
+    assert sorted(days_left(store, *names)) == [2] * 3 + [31] * 4
+    with closing(open_store(server.url)) as later:
+        assert isinstance(later, RedisStore)
+        trim(later, Retention(days=30))
+    assert days_left(store, *names) == [31] * 7

@@ -131,7 +131,7 @@ def test_a_list_of_sessions_reads_an_index_and_a_session_is_read_by_it(tmp_path:
         listed = plans(store, lambda: store.sessions(NS))
         assert "USING COVERING INDEX entries_of_sessions" in listed and "TEMP B-TREE" not in listed
         read = plans(store, lambda: list(store.read(NS, session="s1", newest=2)))
-        assert read.count("entries_of_sessions (namespace=? AND session=? AND erased=? AND sequence>?") == 3
+        assert read.count("entries_of_sessions (namespace=? AND session=? AND erased=? AND sequence>?") == 4
         assert "TEMP B-TREE" not in read
 
 

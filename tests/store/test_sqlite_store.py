@@ -376,3 +376,27 @@ def test_a_store_is_closed_though_a_call_does_not_end(tmp_path: Path, monkeypatc
         with pytest.raises(StoreError, match="closed"):
             store.newest(NS)
         store.close()
+
+
+def test_a_read_sees_one_state_of_the_file_while_another_program_writes(tmp_path: Path) -> None:
+    """A session in use was taken for empty, or the read ended in a TypeError."""
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as reader, closing(SQLiteStore(path)) as writer:
+        writer.append("log", [NewEntry("used", b"x"), NewEntry("erased", b"x")])
+        stop = threading.Event()
+
+        def write() -> None:
+            while not stop.is_set():
+                writer.append("log", [NewEntry("used", b"x"), NewEntry("erased", b"x")])
+                writer.erase_session("log", "erased")
+
+        writing = threading.Thread(target=write)
+        writing.start()
+        try:
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:
+                assert len(list(reader.read("log", session="used", newest=1))) == 1
+                assert len(list(reader.read("log", session="erased"))) <= 1
+        finally:
+            stop.set()
+            writing.join()

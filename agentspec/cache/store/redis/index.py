@@ -14,7 +14,8 @@ before it tells the index, an audit finds the change. Each slice of trimming aud
     {prefix:}:doomed       the set of shards in which an erasure may have been cut off
 
 A shard is named ``namespace/place``. The owner of a log is the one that its entries named, else what the log's name
-begins with (`log_family`). Older code writes neither weights nor owned; the audit catches up with that.
+begins with (`log_family`). Logs of mere tombstones have one owner, "": anybody can make such a log, by erasing nothing
+under a new salt. Older code writes neither weights nor owned; the audit catches up with that.
 """
 
 import threading
@@ -64,7 +65,8 @@ for i = 1, #ARGV, 9 do
       redis.call('HSET', KEYS[4], name, t)
     end
     local hw, ho = string.match(redis.call('HGET', KEYS[5], name) or '', '^(%d+) (.*)$')
-    local owner = ARGV[i + 7] ~= '' and ARGV[i + 7] or ho or ARGV[i + 8]
+    local noted = ho ~= '' and ho or nil
+    local owner = ARGV[i + 7] ~= '' and ARGV[i + 7] or noted or (t == r and '' or ARGV[i + 8])
     if hw and redis.call('HINCRBY', KEYS[6], ho, '-' .. hw) <= 0 then redis.call('HDEL', KEYS[6], ho) end
     if b == '0' then
       redis.call('HDEL', KEYS[5], name)

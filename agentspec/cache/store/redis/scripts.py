@@ -333,6 +333,8 @@ for _, entry in ipairs(page) do
   if not fields.t then lives[tag .. 's:' .. fields.s] = left end
   if fields.g then lives[tag .. 'g:' .. fields.g] = left end
 end
+-- Until the last page the payloads differ, and whoever comes next must go on.
+if newest and expiry ~= ARGV[2] and expiry ~= '' then redis.call('HSET', usage, 'expiry', '') end
 for key, left in pairs(lives) do
   if ARGV[2] ~= '0' then
     redis.call('PEXPIRE', key, string.format('%.0f', left))

@@ -325,14 +325,20 @@ class Database:
         return pragma(connection, "data_version")
 
     def _pages(self, where: str, values: list[str], after: int, newest: int | None) -> Iterator[Entry]:
-        rows, arguments = f"FROM entries WHERE {where} AND sequence > ?", (*values, after)
-        of_newest = f"SELECT sequence {rows} AND erased = 0 ORDER BY sequence DESC LIMIT 1 OFFSET ?"
-        with self._read() as connection:
-            (high,) = connection.execute(f"SELECT max(sequence) {rows}", arguments).fetchone()
-            if high is None or newest == 0:
-                return
-            first = None if newest is None else connection.execute(of_newest, (*arguments, newest - 1)).fetchone()
-            (low,) = first or connection.execute(f"SELECT min(sequence) {rows}", arguments).fetchone()
+        if newest == 0:
+            return
+        rows, given = f"FROM entries WHERE {where} AND sequence > ?", (*values, after)
+        first = (
+            "NULL"
+            if newest is None
+            else f"SELECT sequence {rows} AND erased = 0 ORDER BY sequence DESC LIMIT 1 OFFSET ?"
+        )
+        bounds = f"SELECT coalesce(({first}), (SELECT min(sequence) {rows})), (SELECT max(sequence) {rows})"
+        arguments = (*(() if newest is None else (*given, newest - 1)), *given, *given)
+        with self._read() as connection:  # one query, because others write meanwhile
+            low, high = connection.execute(bounds, arguments).fetchone()
+        if low is None:
+            return
         page = (
             f"SELECT sequence, session, substr(padded, {FRONT + 1}, size), grouped FROM entries JOIN payloads USING"
             f" (sequence) WHERE {where} AND sequence BETWEEN ? AND ? ORDER BY sequence LIMIT {_ROWS}"

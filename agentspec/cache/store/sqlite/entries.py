@@ -104,15 +104,20 @@ def _beyond_limits(connection: sqlite3.Connection, retention: Retention) -> list
 class _Shares:
     """Hold how many bytes each owner of logs has. An owner with less than half of the mean owner's bytes is spared.
 
-    The owner of a log is the one that its entries named, else what its name begins with (`log_family`).
+    The owner of a log is the one that its entries named, else what its name begins with (`log_family`). Logs of mere
+    tombstones have one owner: anybody can make such a log, by erasing nothing under a new salt.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
-        query = "SELECT namespace, bytes, owner FROM logs LEFT JOIN owners USING (namespace) WHERE records > 0"
+        erased = "SELECT namespace, count(*) AS tombstones FROM entries WHERE erased = 1 GROUP BY namespace"
+        query = (
+            f"SELECT namespace, bytes, owner, records = tombstones FROM logs LEFT JOIN owners USING (namespace)"
+            f" LEFT JOIN ({erased}) USING (namespace) WHERE records > 0"
+        )
         self._owners: dict[str, str] = {}  # by log
         self._bytes: dict[str, int] = {}  # by owner
-        for namespace, size, noted in connection.execute(query):
-            owner = self._owners[namespace] = noted or log_family(namespace)
+        for namespace, size, noted, is_erased in connection.execute(query):
+            owner = self._owners[namespace] = noted or ("" if is_erased else log_family(namespace))
             self._bytes[owner] = self._bytes.get(owner, 0) + size
         owners = len(self._bytes)
         self._spared = sum(self._bytes.values()) / owners / 2 if owners > 1 else 0.0

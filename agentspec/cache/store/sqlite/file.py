@@ -52,8 +52,8 @@ _SESSIONS_INDEX = f"CREATE INDEX {_SESSIONS} ON entries (namespace, session, era
 _TOMBSTONES = "entries_of_erased"
 _TOMBSTONES_INDEX = f"CREATE INDEX {_TOMBSTONES} ON entries (namespace) WHERE erased = 1"
 _MOST_INDEXED = 100_000
-"""Most entries of an earlier release's file that are indexed for lists of sessions and tombstones when it is opened: in
-about .5 s. In a larger file a list takes seven times as long, but holds up nobody."""
+"""Most entries of an earlier release's file that are indexed for lists of sessions when it is opened: in about .5 s. In
+a larger file a list takes seven times as long, but holds up nobody."""
 
 # AUTOINCREMENT never reuses the number of an erased entry, so cursors stay valid
 _SCHEMA = (
@@ -325,12 +325,10 @@ def create_schema(connection: sqlite3.Connection, path: Path) -> None:
     _add(connection, "logs", _LOGS)
     _add(connection, "owners", _OWNERS)
     (records,) = connection.execute("SELECT total(records) FROM logs").fetchone()
-    if records <= _MOST_INDEXED:
-        with suppress(
-            sqlite3.DatabaseError
-        ):  # as on a full disk, or behind a damaged page; they only make lists faster
+    with suppress(sqlite3.DatabaseError):  # as on a full disk, or behind a damaged page; they only make calls faster
+        _add(connection, _TOMBSTONES, (_TOMBSTONES_INDEX,))
+        if records <= _MOST_INDEXED:
             _add(connection, _SESSIONS, (_SESSIONS_INDEX, "DROP INDEX IF EXISTS entries_by_session"))
-            _add(connection, _TOMBSTONES, (_TOMBSTONES_INDEX,))
 
 
 def _add(connection: sqlite3.Connection, name: str, statements: Sequence[str]) -> None:
