@@ -70,3 +70,10 @@ def test_in_a_store_that_was_replaced_all_erasures_count(store: Store, monkeypat
     earlier.read(NS)
     monkeypatch.setattr(store, "history", lambda *_: "lost")
     assert earlier.without(NS, ["early"]) == ["early"]
+
+
+def test_no_more_ends_are_held_than_a_limit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.cache.store.background.earlier_erasures._MOST_LOGS", 1)
+    earlier = fill(store)
+    earlier.read("0123abc")
+    assert [earlier.without(log, ["early"]) for log in sorted((NS, OTHER))] == [[], ["early"]]

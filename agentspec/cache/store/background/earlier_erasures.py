@@ -9,6 +9,9 @@ from agentspec.errors import StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
+_MOST_LOGS = 16_384
+"""Most logs whose ends are held. In the others all erasures count as if they came later."""
+
 
 class EarlierErasures:
     """Hold where the logs of a store ended before this process had its first request.
@@ -25,7 +28,7 @@ class EarlierErasures:
     def read(self, prefix: str) -> None:
         """Read the ends of all logs whose names begin with ``prefix``, until `stop` is called. Raises StoreError."""
         courtesy = Courtesy()
-        for name in self._store.namespaces(prefix):
+        for name in self._store.namespaces(prefix)[:_MOST_LOGS]:
             try:
                 end = self._store.newest(name)
             except StoreUnavailableError:
