@@ -66,9 +66,12 @@ def test_a_log_says_that_the_servers_start_before_they_have(monkeypatch: pytest.
 
 
 DEAF_SERVERS = """
-import sys, time
+import signal, sys, time
 import demo.__main__ as demo
 from agentspec.testing.server import ModelServer
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup, and a shell's & for its jobs, ignore these signals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 
@@ -104,6 +107,8 @@ def test_it_leaves_no_server_behind_when_it_is_ended(tmp_path: Path, number: sig
             with suppress(subprocess.TimeoutExpired):
                 ended.wait(1)
                 break
+        else:
+            pytest.fail("the demo does not end")
         assert b"stopping the servers" in ended.stdout.read() and ended.returncode not in (None, 0)
         for process in servers:
             with pytest.raises(ProcessLookupError):
