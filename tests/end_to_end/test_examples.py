@@ -27,6 +27,8 @@ EXAMPLES = {
 }
 """What each example prints."""
 ARGUMENTS = {"async_fanout.py": ("a.py", "b.py"), "editor.py": ("a.py", "add a docstring", "rename values to items")}
+MAY_FAIL = {"refine_loop.py", "pipeline.py"}
+"""Examples whose exit status may report what the toy model wrote: code that fails its tests, or nothing at all."""
 TOOLS = ("--max-num-seqs", "8", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 NEEDS = {"openai_agents.py": "agents", "pydantic_ai_agent.py": "pydantic_ai"}
 
@@ -46,8 +48,7 @@ def test_it_runs_on_a_real_server(name: str, fast: ModelServer, tmp_path: Path) 
         (tmp_path / file).write_text("def first(values):\n    return values[0]\n")
     before = fast.stats()["counters"]["finished"]
     ran = run(name, fast, tmp_path, *ARGUMENTS.get(name, ()))
-    # The toy model's slugify fails its tests, which refine_loop.py reports by its exit status.
-    assert ran.returncode in ({0, 1} if name == "refine_loop.py" else {0}), ran.stdout + ran.stderr
+    assert ran.returncode in ({0, 1} if name in MAY_FAIL else {0}), ran.stdout + ran.stderr
     assert EXAMPLES[name] in ran.stdout and "Traceback" not in ran.stderr
     assert fast.stats()["counters"]["finished"] >= before + 1
 

@@ -98,7 +98,7 @@ def verifying(server: ModelServer, ask: Callable[[], T]) -> T:
     A drafter rests, except for trials, while its passes take longer than they save, which a busy machine may cause.
     Then nothing was tested, so ask again.
     """
-    for _ in range(4):
+    for _ in range(12):
         before = counted_without_errors(server)
         answers = ask()
         counters = counted_without_errors(server) - before
