@@ -2,10 +2,11 @@
 
 Usage: python offline_run.py MODEL {plain|agentspec} JOB OUT
 
-JOB is a JSON object with the engine's seed and a list of rounds: {"seed": 0, "rounds": [{"prompts": [[token ids]],
-"n": 8, "temperature": 1.0, "max_tokens": 64}, ...]}. A round with "weights" first loads that folder's weights;
-one with "sleep" first sleeps at that level and wakes. OUT gets the rounds' answers, each a list of {"tokens",
-"logprobs"}, what each round added to COUNTERS, and how many turns were in the store soon after ("written").
+JOB is a JSON object with the engine's seed, its store and a list of rounds: {"seed": 0, "store": "memory://",
+"rounds": [{"prompts": [[token ids]], "n": 8, "temperature": 1.0, "max_tokens": 64}, ...]}. A round with "weights"
+first loads that folder's weights; one with "sleep" first sleeps at that level and wakes. OUT gets the rounds' answers,
+each a list of {"tokens", "logprobs"}, what each round added to COUNTERS, and how many turns were in the store soon
+after ("written"). The engine is alive when the process ends.
 """
 
 import json
@@ -19,15 +20,15 @@ SOON = 10.0
 """Seconds in which a finished turn must be in the store."""
 
 
-def main() -> None:
-    """Run the rounds one after the other on one engine."""
+def main() -> object:
+    """Run the rounds one after the other on one engine. Return it."""
     from vllm import LLM, SamplingParams
 
     from agentspec.server_ext.vllm_launch import engine_options
 
     model, method, given, out = sys.argv[1:]
     job = json.loads(given)
-    options = {} if method == "plain" else engine_options(store="memory://", verify_cost=0.02)
+    options = {} if method == "plain" else engine_options(store=job["store"], verify_cost=0.02)
     llm = LLM(
         model,
         dtype="float32",
@@ -61,6 +62,7 @@ def main() -> None:
         rounds.append({"answers": answers, **{name: now[name] - before[name] for name in before}})
         before = now
     Path(out).write_text(json.dumps(rounds))
+    return llm
 
 
 def _answer(completion: Any) -> dict[str, Any]:
@@ -84,4 +86,4 @@ def _stats(llm: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    engine = main()

@@ -39,9 +39,10 @@ def run(
     model: Path = MODEL,
     seed: int = 0,
     in_process: bool = True,
+    store: str = "memory://",
 ) -> list[dict[str, Any]]:
     """Run rounds on a new engine. Return its answers."""
-    job = json.dumps({"rounds": rounds, "seed": seed})
+    job = json.dumps({"rounds": rounds, "seed": seed, "store": store})
     out = folder / f"{method}.json"
     found: list[dict[str, Any]] = run_script("offline_run.py", str(model), method, job, out=out, in_process=in_process)
     return found
@@ -119,6 +120,13 @@ def test_what_generate_returned_is_in_the_history_and_soon_in_the_store(in_proce
     assert [each["written"] for each in found] == [12, 12]
     if in_process:  # all end with the last step; other engine processes handle that before any question
         assert [each["finished"] for each in found] == [12, 12]
+
+
+def test_a_script_that_ends_saves_the_snapshot(tmp_path: Path) -> None:
+    """The engine is in the script's process, which ends without deleting it."""
+    few = {"prompts": prompts(3), "temperature": 1.0, "max_tokens": 20}
+    run(tmp_path, "agentspec", [few], store=f"sqlite:///{tmp_path}/run.db")
+    assert list(tmp_path.glob("run.db-*.snapshot"))
 
 
 def test_sleeping_and_waking_keep_the_history(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ the worker's RPC find it there. A runner without it works as before. The runner'
 one of vLLM's own, beside which the engine drafts (``native_drafters``).
 """
 
+import atexit
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -63,6 +64,8 @@ class RunnerExtension:
         self.waiting: ForwardPass | None = None
         self._reported = self._weights_lost = False
         if self.engine is not None:
+            # In a user's own process vLLM shuts down so late in the exit that native calls of threads return no more.
+            atexit.register(self.engine.close)
             longest = vllm_config.model_config.max_model_len
             self._reader = StepReader(self.max_draft, longest, self.engine.knows)
 
@@ -79,6 +82,7 @@ class RunnerExtension:
         """Write what waits, and the snapshot, because the worker shuts down."""
         if self.engine is not None:
             self.engine.close()
+            atexit.unregister(self.engine.close)
 
     def sleep(self, level: int) -> None:
         """Note that vLLM has put its weights to sleep. Level 2 discards them, the draft model's included."""
